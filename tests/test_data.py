@@ -1,0 +1,765 @@
+"""data.py: corpus files, tokens and markers, masking, batches, clusters, the toy world.
+
+Every expected value comes from a plain loop in this file.   pytest tests/test_data.py
+"""
+import gzip
+import json
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from data import CLS, E_END, E_START, MASK, PAD, SEP, SPECIAL, UNK, DataError, Mention
+
+WORDS = "ash birch cedar elm fir hazel larch maple oak pine rowan spruce willow yew".split()
+
+
+def line(text, *mentions, title="T", **others):
+    return {"title": title, "text": text,
+            "mentions": [dict(start=s, end=e, entity=n) for s, e, n in mentions], **others}
+
+
+def write(path, records):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records), "utf-8")
+    return path
+
+
+def build(tmp_path, records, passage_length=16, max_length=64, name="c"):
+    path = write(tmp_path / f"{name}.jsonl", records)
+    tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(path)), 5000)
+    return data.Corpus.build(path, tmp_path / name, tokenizer, passage_length, max_length), tokenizer
+
+
+def random_texts(seed, n, longest=60, n_mentions=12, n_articles=20):
+    """Texts of random words with random mentions, overlapping and nested as they come."""
+    rng = np.random.default_rng(seed)
+    texts = []
+    for _ in range(n):
+        words = rng.choice(WORDS, rng.integers(1, longest)).tolist()
+        starts = np.cumsum([0] + [len(w) + 1 for w in words])
+        mentions = []
+        for _ in range(rng.integers(0, n_mentions)):
+            a = int(rng.integers(len(words)))
+            b = min(a + int(rng.integers(1, 5)), len(words))
+            entity = None if rng.random() < .2 else f"E{rng.integers(15)}"
+            mentions.append((int(starts[a]), int(starts[b]) - 1, entity))
+        texts.append(line(" ".join(words), *mentions, title=f"A{rng.integers(n_articles)}"))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("random"), random_texts(0, 300, n_articles=60))[0]
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return data.toy_world(seed=3)
+
+
+# ---------------------------------------------------------------- files
+
+GOOD = line("Rome is old", (0, 4, "Rome"))
+BAD_LINES = {
+    "{": "not JSON", '{"title": "a"} {}': "not JSON", "[1]": "not a JSON object", "7": "not a JSON object",
+    "[" * 100_000: "not JSON", '{"text": "a", "mentions": []}': '"title" is missing',
+    '{"title": 3, "text": "a", "mentions": []}': '"title" is not a string',
+    '{"title": "a", "mentions": []}': '"text" is missing',
+    '{"title": "a", "text": null, "mentions": []}': '"text" is not a string',
+    '{"title": "a", "text": "b"}': '"mentions" is missing',
+    '{"title": "a", "text": "b", "mentions": {}}': '"mentions" is not a list',
+    '{"title": "a", "text": "b", "mentions": [1]}': "mention 0: not an object",
+    '{"title": "a", "text": "\\ud800", "mentions": []}': "surrogate",
+    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': '"split"',
+}
+BAD_MENTIONS = {
+    '"end": 1, "entity": "x"': '"start" is missing', '"start": 0, "entity": "x"': '"end" is missing',
+    '"start": true, "end": 1, "entity": "x"': '"start" is not an integer',
+    '"start": 0.0, "end": 1, "entity": "x"': '"start" is not an integer',
+    '"start": -1, "end": 1, "entity": "x"': "do not fit", '"start": 0, "end": 5, "entity": "x"': "do not fit",
+    '"start": 2, "end": 2, "entity": "x"': "do not fit", '"start": 2, "end": 1, "entity": "x"': "do not fit",
+    '"start": 0, "end": 1': '"entity" is missing', '"start": 0, "end": 1, "entity": ""': '"entity" is empty',
+    '"start": 0, "end": 1, "entity": 5': '"entity" is not a string',
+}
+BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: "mention 0: " + what
+              for mention, what in BAD_MENTIONS.items()}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=lambda bad: bad[:70])
+def test_a_bad_line_is_reported_with_file_and_line(tmp_path, bad):
+    path = write(tmp_path / "c.jsonl", [GOOD, "", bad, GOOD])
+    with pytest.raises(DataError) as e:
+        list(data.read_corpus(path))
+    assert str(e.value).startswith(f"{path}:3: ") and "\n" not in str(e.value)
+    assert all(part in str(e.value) for part in BAD_LINES[bad].split(": "))
+
+
+def test_unreadable_files_are_one_sentence(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\xe9\n")
+    (tmp_path / "plain.jsonl.gz").write_text(json.dumps(GOOD))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode() * 99)[:-12])
+    for name, what in {"latin.jsonl": ":2: not UTF-8", "plain.jsonl.gz": "not a whole gzip",
+                       "cut.jsonl.gz": "not a whole gzip", "none.jsonl": "No such file",
+                       ".": "cannot be read"}.items():
+        with pytest.raises(DataError, match=what):
+            list(data.read_corpus(tmp_path / name))
+
+
+def test_plain_and_gzipped_files_read_alike_and_unknown_fields_are_ignored(tmp_path):
+    records = [line("Rome is old", (0, 4, "Rome"), (8, 11, None), para=3, split="held_out"), GOOD]
+    plain = write(tmp_path / "c.jsonl", records)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    texts = list(data.read_corpus(plain))
+    assert texts == list(data.read_corpus(tmp_path / "c.jsonl.gz"))
+    assert texts[0] == ("T", "Rome is old", [(0, 4, "Rome"), (8, 11, None)], "held_out")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, arguments)])
+        returncode = data.main()
+        return SimpleNamespace(returncode=returncode, **dict(zip(("stdout", "stderr"), capsys.readouterr())))
+    return run
+
+
+def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run):
+    good = write(tmp_path / "good.jsonl", [line("Rome  is old", (0, 4, "Rome"), (4, 5, "X"), (6, 8, None))])
+    done = run("check", good)
+    counts = dict(row.rsplit(maxsplit=1) for row in done.stdout.splitlines() if "average" not in row)
+    assert done.returncode == 0
+    assert counts == {"texts": "1", "articles": "1", "passages": "1", "tokens": "3", "mentions read": "3",
+                      "mentions": "2", "linked": "1", "entities": "2", "texts without a token": "0",
+                      "mentions dropped": "1", "  without a token:": "1"}
+    bad = write(tmp_path / "bad.jsonl", [GOOD, *["{"] * 12])
+    done = run("check", bad)
+    assert done.returncode == 1 and not done.stderr
+    assert [row.split(" ")[0] for row in done.stdout.splitlines()] == [f"{bad}:{n}:" for n in range(2, 12)]
+    for path in (tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl", [])):
+        done = run("check", path)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and str(path) in done.stderr
+
+
+def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(tmp_path):
+    for name, records, what in (("a", [], "no text"), ("b", [line("  ")], "no text"),
+                                ("c", [line("Rome", (0, 4, None))], "no linked mention")):
+        with pytest.raises(DataError, match=what):
+            build(tmp_path, records, name=name)
+    (tmp_path / "full").mkdir()
+    write(tmp_path / "full" / "letter.txt", ["dear"])
+    with pytest.raises(DataError, match="not a tokenised corpus"):
+        build(tmp_path, [GOOD], name="full")
+    with pytest.raises(DataError, match="bad.jsonl:2"):
+        bad = write(tmp_path / "bad.jsonl", [GOOD, "{"])
+        data.Corpus.build(bad, tmp_path / "bad", data.train_tokenizer(["Rome"], 99), 8, 9)
+    assert not list(tmp_path.glob("*.tmp"))
+    corpus, _ = build(tmp_path, [GOOD], name="again")
+    corpus, _ = build(tmp_path, [GOOD, GOOD], name="again")
+    assert len(corpus.held_out) == 2
+    with open(tmp_path / "again" / "tokens.bin", "ab") as file:
+        file.write(b"1234")
+    for folder in ("again", "nowhere"):
+        with pytest.raises(DataError, match="not a whole tokenised corpus"):
+            data.Corpus.open(tmp_path / folder)
+
+
+# ---------------------------------------------------------------- tokenizer
+
+def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
+    tokenizer = data.train_tokenizer(["Port Ellin lies in Maland."], 500)
+    assert tokenizer.encode("port Maland.", add_special_tokens=False).tokens == ["port", "maland", "."]
+    assert tokenizer.encode("mal", add_special_tokens=False).tokens == ["m", "##a", "##l"]
+    assert [tokenizer.id_to_token(i) for i in range(7)] == SPECIAL
+    assert MASK not in tokenizer.encode("[MASK] [E_start] [SEP]", add_special_tokens=False).tokens
+    assert data.train_tokenizer([" ".join(WORDS)], 60).get_vocab_size() <= 60      # no room for every word
+
+
+def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
+    vocab = [PAD, "[unused0]", "[unused1]", "[unused2]", UNK, CLS, SEP, MASK, "rome", "##s"]
+    tokenizer = data.load_tokenizer(write(tmp_path / "vocab.txt", vocab))
+    assert tokenizer.get_vocab_size() == len(vocab)
+    assert [tokenizer.token_to_id(t) for t in (E_START, E_END, "rome")] == [1, 2, 8]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    again = data.load_tokenizer(tmp_path / "tokenizer.json")
+    assert again.encode("Romes", add_special_tokens=False).ids == [8, 9]
+    write(tmp_path / "few.txt", [PAD, UNK, CLS, SEP, MASK, "[unused0]"])
+    write(tmp_path / "none.txt", ["[unused0]", "[unused1]", "rome"])
+    write(tmp_path / "bad.json", ["{}"])
+    for name, what in (("few.txt", "unusedN"), ("none.txt", "lacks"), ("bad.json", "not a tokenizer"),
+                       ("no.json", "no such")):
+        with pytest.raises(DataError, match=what):
+            data.load_tokenizer(tmp_path / name)
+
+
+# ---------------------------------------------------------------- passages
+
+def pieces_of(text, mentions, passage_length=16, max_length=64):
+    tokenizer = data.train_tokenizer([text], 5000)
+    dropped = Counter()
+    pieces = data.encode_text(tokenizer.encode(text, add_special_tokens=False), mentions, passage_length,
+                              max_length, data.special_ids(tokenizer), dropped)
+    return [" ".join(tokenizer.id_to_token(i) for i in p.tokens.tolist()) for p in pieces], pieces, dropped
+
+
+@pytest.mark.parametrize("mentions, expected", {
+    ((0, 1), (2, 3)): "( a ) ( b ) c d e",                              # adjacent
+    ((0, 5), (2, 3)): "( a ( b ) c ) d e",                              # nested
+    ((0, 1), (0, 3), (0, 5)): "( ( ( a ) b ) c ) d e",                  # same start: outer first
+    ((4, 5), (2, 5), (0, 5)): "( a ( b ( c ) ) ) d e",                  # same end: inner first
+    ((2, 5), (2, 5)): "a ( ( b c ) ) d e",                              # the same twice
+    ((0, 5), (2, 7)): "( a ( b c ) d ) e",                              # crossing
+    ((8, 9), (0, 1)): "( a ) b c d ( e )",                              # not in order, first and last
+}.items())
+def test_markers_stand_around_their_mention(mentions, expected):
+    texts, pieces, dropped = pieces_of("a b c d e", [Mention(*m, "x") for m in mentions])
+    assert texts == [f"[CLS] {expected} [SEP]".replace("(", E_START).replace(")", E_END)] and not dropped
+    assert sorted(pieces[0].index.tolist()) == list(range(len(mentions)))
+    for start, end, i in zip(pieces[0].start, pieces[0].end, pieces[0].index):
+        inside = [t for t in texts[0].split()[start + 1:end] if t not in (E_START, E_END)]
+        assert inside == "a b c d e"[mentions[i][0]:mentions[i][1]].split()
+
+
+def test_a_mention_covers_the_words_it_touches_and_needs_one():
+    texts, pieces, dropped = pieces_of("Österreich, non-stop  é", [
+        Mention(0, 3, "x"), Mention(20, 22, "space"), Mention(16, 23, "y")], 3, 64)
+    assert texts == ["[CLS] [E_start] osterreich [E_end] , non [SEP]",
+                     "[CLS] - [E_start] stop e [E_end] [SEP]"]
+    assert dropped == {"without a token": 1} and [p.chars for p in pieces] == [(0, 15), (15, None)]
+
+
+def naive_cut(n, spans, passage_length, max_length):
+    """The furthest end that crosses no mention and fits, one passage after another; spans = token ranges."""
+    cuts, start = [], 0
+    while start < n:
+        fits = [end for end in range(start + 1, n + 1)
+                if not any(a < end < b for a, b in spans) and end - start <= passage_length
+                and end - start + 2 * sum(start <= a and b <= end for a, b in spans) + 2 <= max_length]
+        if not fits:
+            return None
+        cuts.append((start, fits[-1]))
+        start = fits[-1]
+    return cuts
+
+
+def test_passages_are_cut_as_a_naive_loop_cuts_them():
+    rng, kept = np.random.default_rng(1), 0
+    for _ in range(300):
+        n = int(rng.integers(1, 40))
+        text = " ".join(f"w{i}" for i in range(n))
+        at = np.cumsum([0] + [len(f"w{i}") + 1 for i in range(n)])
+        firsts = rng.integers(0, n, rng.integers(0, 10)).tolist()
+        spans = [(a, min(a + int(rng.integers(1, 6)), n)) for a in firsts]
+        mentions = [Mention(int(at[a]), int(at[b]) - 1, "x") for a, b in spans]
+        texts, pieces, dropped = pieces_of(text, mentions, 8, 20)
+        assert len(mentions) == sum(dropped.values()) + sum(len(p.index) for p in pieces)
+        words = [[w for w in t.split() if w not in SPECIAL] for t in texts]
+        assert sum(words, []) == text.split()                           # no word is lost
+        assert all(len(w) <= 8 for w in words) and all(len(t.split()) <= 20 for t in texts)
+        for t, piece in zip(texts, pieces):
+            for start, end, i in zip(piece.start, piece.end, piece.index):
+                inside = [w for w in t.split()[start:end + 1] if w not in (E_START, E_END)]
+                assert inside == text.split()[spans[i][0]:spans[i][1]]
+                assert t.split()[start] == E_START and t.split()[end] == E_END
+        left = [spans[i] for p in pieces for i in p.index]
+        cuts = naive_cut(n, left, 8, 20)
+        assert [len(w) for w in words] == [b - a for a, b in cuts]
+        if naive_cut(n, spans, 8, 20):
+            kept += 1
+            assert not dropped                                          # nothing goes without need
+    assert 100 < kept < 300
+
+
+def test_what_fits_no_passage_is_dropped_with_a_reason():
+    text = " ".join("abcdefghij")
+    _, pieces, dropped = pieces_of(text, [Mention(0, 11, "x"), Mention(4, 5, "y")], 4)
+    assert dropped == {"longer than a passage": 1} and [len(p.index) for p in pieces] == [1, 0, 0]
+    _, pieces, dropped = pieces_of(text, [Mention(0, 5, "x"), Mention(4, 9, "y"), Mention(10, 13, "z")], 4)
+    assert dropped == {"overlaps too many others for one passage": 1}
+    assert sum(len(p.index) for p in pieces) == 2
+    _, pieces, dropped = pieces_of(text, [Mention(2, 3, "x")] * 200, 8, 20)      # 200 times the same word
+    assert dropped == {"overlaps too many others for one passage": 192}
+    assert max(len(p.tokens) for p in pieces) <= 20
+
+
+def test_a_passage_with_200_mentions_is_kept_whole_or_cut_by_its_markers():
+    text = " ".join(["a"] * 200)
+    mentions = [Mention(2 * i, 2 * i + 1, "x") for i in range(200)]
+    for max_length, expected in ((602, [200]), (302, [100, 100]), (256, [84, 84, 32])):
+        texts, pieces, dropped = pieces_of(text, mentions, 512, max_length)
+        assert [len(p.index) for p in pieces] == expected and not dropped
+        assert max(len(p.tokens) for p in pieces) <= max_length
+
+
+def test_the_corpus_on_disk_holds_what_a_plain_loop_over_the_file_finds(tmp_path):
+    records = random_texts(5, 80) + [line("Zürich – über alles", (0, 6, "Zürich"), (9, 13, None), title="Ü")]
+    corpus, tokenizer = build(tmp_path, records)
+    texts, mentions, counted = defaultdict(list), Counter(), Counter()
+    for p in range(len(corpus.article)):
+        title, text = corpus.titles[corpus.article[p]], corpus.passage_text(p)
+        ids = corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]]
+        tokens = [tokenizer.id_to_token(i) for i in ids.tolist()]
+        assert tokens[0] == CLS and tokens[-1] == SEP and UNK not in tokens
+        words = [t for t in tokens if t not in SPECIAL]
+        assert words == tokenizer.encode(text, add_special_tokens=False).tokens
+        texts[title].append(text)
+        for m in range(corpus.mention_first[p], corpus.mention_first[p + 1]):
+            a, b = corpus.mention_char[m]
+            start, end = corpus.mention_start[m], corpus.mention_end[m]
+            entity = corpus.entity_names[corpus.mention_entity[m]]
+            assert tokens[start] == E_START and tokens[end] == E_END
+            inside = [t for t in tokens[start:end] if t not in (E_START, E_END)]
+            assert inside == tokenizer.encode(text[a:b], add_special_tokens=False).tokens
+            shown = corpus.show_mention(m)
+            assert f"[{text[a:b]}]" in shown and shown.startswith(f"{title}: ")
+            mentions[title, text[a:b], entity] += 1
+            counted[entity] += bool(entity) and not corpus.held_out[p]
+    expected = Counter((r["title"], r["text"][m["start"]:m["end"]], m["entity"] or "")
+                       for r in records for m in r["mentions"])
+    assert mentions == expected and not corpus.meta["dropped"]
+    for title in texts:
+        assert "".join(texts[title]) == "".join(r["text"] for r in records if r["title"] == title)
+    assert corpus.entity_count.tolist() == [counted[e] for e in corpus.entity_names]
+    for key, n in dict(texts=81, mentions_read=sum(expected.values()), mentions=len(corpus.mention_entity),
+                       linked=np.count_nonzero(corpus.mention_entity), passages=len(corpus.article)).items():
+        assert corpus.meta["counts"][key] == n
+
+
+def test_a_split_field_decides_what_is_held_out_or_one_article_in_twenty_by_name(tmp_path):
+    records = [line("a b", (0, 1, "x"), title=f"A{i}") for i in range(400)]
+    records += [line("a b", (0, 1, "x"), title="S", split=split) for split in ("train", "held_out")]
+    corpus, _ = build(tmp_path, records)
+    assert corpus.held_out[-2:].tolist() == [False, True] and 8 <= corpus.held_out[:400].sum() <= 32
+    again, _ = build(tmp_path, records[200:], name="part")
+    assert (again.held_out == corpus.held_out[200:]).all()
+    assert corpus.entity_count[1] == 402 - corpus.held_out.sum()
+
+
+# ---------------------------------------------------------------- masking and batches
+
+def naive_rows(corpus, passages):
+    """Token ids of each passage, and of each all mentions as (start, end, entity, number)."""
+    rows, mentions = [], []
+    for p in passages:
+        rows.append(corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist())
+        mentions.append([(corpus.mention_start[m], corpus.mention_end[m], corpus.mention_entity[m], m)
+                         for m in range(corpus.mention_first[p], corpus.mention_first[p + 1])])
+    return rows, mentions
+
+
+def test_a_batch_is_what_plain_loops_collect(corpus):
+    passages = np.random.default_rng(0).choice(len(corpus.article), 40)
+    rows, mentions = naive_rows(corpus, passages)
+    batch = data.make_batch(corpus, passages, None, 0, 0, None)
+    T = max(map(len, rows))
+    assert batch.tokens.tolist() == [r + [corpus.special[PAD]] * (T - len(r)) for r in rows]
+    assert batch.attention_mask.tolist() == [[True] * len(r) + [False] * (T - len(r)) for r in rows]
+    flat = [(r, s, e, entity, p, m) for r, (p, ms) in enumerate(zip(passages, mentions))
+            for s, e, entity, m in ms]
+    found = zip(*(getattr(batch, k).tolist() for k in "row start end entity passage mention".split()))
+    assert list(found) == flat
+    assert torch.equal(batch.tokens, batch.unmasked) and not batch.masked.any() and not len(batch.target)
+    numbers = "tokens unmasked row start end entity passage target_index target target_mention mention"
+    assert all(getattr(batch, k).dtype == torch.int64 for k in numbers.split())
+
+
+def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
+    rng, special = np.random.default_rng(1), set(corpus.special.values()) - {corpus.special[UNK]}
+    nested = 0
+    for _ in range(40):
+        passages = rng.choice(len(corpus.article), 16)
+        rows, mentions = naive_rows(corpus, passages)
+        batch = data.make_batch(corpus, passages, rng, .2, .1, None)
+        T, targets = batch.tokens.shape[1], set(batch.target_index.tolist())
+        assert len(targets) == len(batch.target_index)                      # a token is a target once
+        flat = [(r, *m) for r, ms in enumerate(mentions) for m in ms]
+        masked = 0
+        for i, (r, s, e, *_) in enumerate(flat):
+            tokens = [r * T + c for c in range(s + 1, e) if rows[r][c] not in special]
+            hit = [t in targets for t in tokens]
+            assert all(hit) or not any(hit)
+            assert batch.masked[i] == all(hit)
+            masked += all(hit)
+        assert masked >= max(1, round(.2 * len(flat)))
+        of_targets = (getattr(batch, k).tolist() for k in ("target_index", "target", "target_mention"))
+        for index, target, owner in zip(*of_targets):
+            r, c = divmod(index, T)
+            assert target == rows[r][c] and target not in special
+            holders = [i for i, (q, s, e, *_) in enumerate(flat) if q == r and s < c < e]
+            assert (owner == -1) == (not holders)
+            if holders:                                                     # the one that starts last owns it
+                nested += len(holders) > 1
+                assert owner == max(holders, key=lambda i: flat[i][1])
+        changed = (batch.tokens != batch.unmasked).view(-1).nonzero().ravel().tolist()
+        assert set(changed) <= targets
+    assert nested > 50
+
+
+def test_masking_rates_and_replacements(tmp_path):
+    words = " ".join(WORDS[i % 14] for i in range(30))
+    mentions = (0, 3, "x"), (4, 15, "y"), (16, 19, None), (24, 29, "z"), (30, 35, "w")
+    corpus, _ = build(tmp_path, [line(words, *mentions)] * 50, 32)
+    rng, n = np.random.default_rng(2), Counter()
+    for _ in range(30):
+        batch = data.make_batch(corpus, np.arange(50), rng)
+        assert batch.masked.sum() == 50                                     # 20% of 250, exactly
+        in_mention = batch.target_mention >= 0
+        got, was = batch.tokens.view(-1)[batch.target_index], batch.target
+        n.update(masks=int((got == corpus.special[MASK]).sum()), same=int((got == was).sum()), all=len(was),
+                 other=int((~in_mention).sum()))
+        assert not set(got.tolist()) & set(corpus.special.values()) - {corpus.special[MASK]}
+    outside = 30 - 6                                                        # of 30 words, 6 in mentions
+    assert abs(n["other"] / (30 * 50 * outside) - .1) < .006
+    assert abs(n["masks"] / n["all"] - .8) < .02
+    assert abs(n["same"] / n["all"] - (.1 + .1 / len(corpus.words))) < .015
+    one = data.make_batch(corpus, np.arange(1), rng, .01)
+    assert one.masked.sum() == 1                                            # at least one where there is any
+
+
+def test_too_many_mentions_are_sampled_over_the_batch_and_keep_their_markers(corpus):
+    passages = np.arange(60)
+    every = data.make_batch(corpus, passages, None, 0, 0, None)
+    counts, rng = Counter(), np.random.default_rng(3)
+    for _ in range(200):
+        batch = data.make_batch(corpus, passages, rng, 0, 0, 1)
+        assert len(batch.row) == 60 and torch.equal(batch.tokens, every.tokens)
+        assert (batch.mention.diff() > 0).all()
+        counts.update(batch.mention.tolist())
+    share = 200 * 60 / len(every.row)
+    assert set(counts) == set(every.mention.tolist())
+    assert all(abs(c - share) < 5 * share ** .5 for c in counts.values())
+    masked = data.make_batch(corpus, passages, rng, .5, .1, 1)
+    assert 30 <= masked.masked.sum() <= 60 and masked.target_mention.max() < 60
+
+
+def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
+    batch = data.make_batch(corpus, np.arange(21), np.random.default_rng(4))
+    batch.label = torch.arange(21)
+    T = batch.tokens.shape[1]
+    for size in (1, 2, 4):
+        parts = [batch.part(rank, size) for rank in range(size)]
+        assert sum(len(p.row) for p in parts) == len(batch.row)
+        assert sum(len(p.target) for p in parts) == len(batch.target)
+        for rank, part in enumerate(parts):
+            assert torch.equal(part.label, torch.arange(rank, 21, size))
+            assert torch.equal(part.tokens, batch.tokens[rank::size])
+            mine = [i for i in range(len(batch.row)) if batch.row[i] % size == rank]
+            assert part.row.tolist() == [int(batch.row[i]) // size for i in mine]
+            assert part.mention.tolist() == batch.mention[mine].tolist()
+            assert part.masked.tolist() == batch.masked[mine].tolist()
+            targets = [i for i, t in enumerate(batch.target_index.tolist()) if t // T % size == rank]
+            assert part.unmasked.view(-1)[part.target_index].tolist() == batch.target[targets].tolist()
+            owners = [mine[i] if i >= 0 else -1 for i in part.target_mention.tolist()]
+            assert owners == batch.target_mention[targets].tolist()
+
+
+def test_an_evaluation_row_hides_one_mention_and_nothing_else(corpus):
+    linked = np.flatnonzero(corpus.mention_entity)[::7]
+    batch = data.eval_batch(corpus, linked)
+    T = batch.tokens.shape[1]
+    for r, m in enumerate(linked):
+        p = max(p for p in range(len(corpus.article)) if corpus.mention_first[p] <= m)
+        row = corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
+        hidden = [c for c in range(corpus.mention_start[m] + 1, corpus.mention_end[m])
+                  if row[c] not in (corpus.special[E_START], corpus.special[E_END])]
+        expected = [corpus.special[MASK] if c in hidden else t for c, t in enumerate(row)]
+        assert batch.tokens[r, :len(row)].tolist() == expected
+        mine = batch.target_index // T == r
+        assert (batch.target_index[mine] % T).tolist() == hidden
+        assert batch.target[mine].tolist() == [row[c] for c in hidden]
+        assert set(batch.mention[batch.target_mention[mine]].tolist()) == {m}
+        assert batch.masked[(batch.mention == m) & (batch.row == r)].all()
+    assert torch.equal(batch.target_index, torch.sort(batch.target_index)[0])
+
+
+def test_evaluation_mentions_can_only_come_from_elsewhere(corpus):
+    passages_with, inside = defaultdict(set), defaultdict(Counter)
+    mentions = [(p, m, int(corpus.mention_entity[m])) for p in range(len(corpus.article))
+                for m in range(corpus.mention_first[p], corpus.mention_first[p + 1])]
+    mentions = [(p, m, e) for p, m, e in mentions if e]
+    for p, _, e in mentions:
+        passages_with[e].add(p)
+        inside[p][e] += 1
+    for least in (1, 40):
+        expected = [m for p, m, e in mentions if corpus.held_out[p] and inside[p][e] == 1
+                    and len(passages_with[e] - {p}) >= least]
+        assert data.eval_mentions(corpus, 10 ** 6, 0, least).tolist() == expected
+    some = data.eval_mentions(corpus, 5, 0)
+    assert len(set(some)) == 5 and some.tolist() == data.eval_mentions(corpus, 5, 0).tolist()
+    assert some.tolist() != data.eval_mentions(corpus, 5, 1).tolist()
+
+
+def test_an_articles_own_name_is_not_asked_for(tmp_path):
+    mentions = (0, 1, "Own"), (2, 3, "Other"), (4, 5, "Once")
+    records = [line("a b c", *mentions, title="Own", split=split) for split in ("held_out", "train")]
+    corpus, _ = build(tmp_path, records)
+    names = [corpus.entity_names[corpus.mention_entity[m]] for m in data.eval_mentions(corpus, 9, 0)]
+    assert names == ["Other", "Once"] and data.eval_mentions(corpus, 9, 0, 2).tolist() == []
+
+
+# ---------------------------------------------------------------- clusters (app. A.1)
+
+def entity_sets(corpus, passages):
+    sets, pages = defaultdict(set), defaultdict(list)
+    for p in sorted(passages):
+        pages[corpus.article[p]].append(p)
+        entities = corpus.mention_entity[corpus.mention_first[p]:corpus.mention_first[p + 1]]
+        sets[corpus.article[p]] |= set(entities.tolist()) - {0}
+    return sets, pages
+
+
+@pytest.mark.parametrize("size, seed", [(7, 0), (7, 1), (16, 0), (50, 2)])
+def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
+    rng = np.random.default_rng(seed)
+    records = [line("a b c", *[(i, i + 1, f"E{rng.integers(12) + 6 * (a % 5)}") for i in (0, 2, 4)],
+                    title=f"A{a}") for a in rng.integers(0, 25, 160)]
+    corpus, _ = build(tmp_path, records)
+    allowed = np.flatnonzero(rng.random(len(corpus.article)) < .9)
+    clusters = data.related_clusters(corpus, size, seed, allowed)
+    assert sorted(np.concatenate(clusters).tolist()) == allowed.tolist()    # each passage once
+    assert [len(c) for c in clusters[:-1]] == [size] * (len(clusters) - 1) and 0 < len(clusters[-1]) <= size
+    sets, left = entity_sets(corpus, allowed)
+    for cluster in clusters:                                                # each choice is a best one
+        joined, order = set(), list(dict.fromkeys(corpus.article[cluster].tolist()))
+        assert len(left[order[0]]) == max(map(len, left.values()))
+        for i, article in enumerate(order):
+            if i:
+                jaccard = {a: len(sets[a] & joined) / len(sets[a] | joined) for a in left if left[a]}
+                assert jaccard[article] == max(jaccard.values())
+            mine = [p for p in cluster if corpus.article[p] == article]
+            assert mine == left[article][:len(mine)]
+            left[article] = left[article][len(mine):]
+            assert not left[article] or article == order[-1]                # only the last may not fit
+            joined |= sets[article]
+    again = data.related_clusters(corpus, size, seed, allowed)
+    assert all(np.array_equal(a, b) for a, b in zip(clusters, again))
+    other = data.related_clusters(corpus, size, seed + 9, allowed)
+    assert any(not np.array_equal(a, b) for a, b in zip(clusters, other))   # ties fall otherwise
+
+
+def test_articles_that_share_nothing_still_fill_the_clusters(tmp_path):
+    linked = [line("a", (0, 1, f"E{i}"), title=f"A{i}") for i in range(10)]
+    corpus, _ = build(tmp_path, linked + [line("b", title="none")] * 3)
+    clusters = data.related_clusters(corpus, 4, 0, np.arange(13))
+    assert [len(c) for c in clusters] == [4, 4, 4, 1] and clusters[0][:3].tolist() == [10, 11, 12]
+
+
+def test_clusters_do_not_take_quadratic_time(tmp_path):
+    rng = np.random.default_rng(0)
+    corpus, _ = build(tmp_path, [line("a b c", *[(i, i + 1, f"E{rng.integers(3000)}") for i in (0, 2, 4)],
+                                      title=f"A{a // 2}") for a in range(8000)])
+
+    def seconds(n):
+        start = time.process_time()
+        data.related_clusters(corpus, 64, 0, np.arange(n))
+        return time.process_time() - start
+
+    assert min(seconds(8000) for _ in range(3)) < 32 * min(seconds(1000) for _ in range(3))  # quadratic: 64
+
+
+# ---------------------------------------------------------------- examples
+
+def test_examples_are_read_and_bad_ones_reported(tmp_path):
+    claims = write(tmp_path / "claims.jsonl", [
+        {"text": "Rome is old", "mentions": [{"start": 0, "end": 4, "entity": "Rome"}], "label": "SUPPORTS",
+         "subject": "Rome"}, {"text": "Rome", "label": "REFUTES"}])
+    assert data.read_examples(claims, "claims") == [
+        ("Rome is old", [(0, 4, "Rome")], 1, [], {"subject": "Rome"}), ("Rome", None, 0, [], {})]
+    qa = write(tmp_path / "qa.jsonl", [{"question": "What is old?", "answers": ["Rome", "Roma"], "hops": 1}])
+    assert data.read_examples(qa, "qa") == [("What is old?", None, None, ["Rome", "Roma"], {"hops": 1})]
+    for task, bad in (("claims", {"text": "a", "label": "NOT ENOUGH INFO"}), ("claims", {"label": "REFUTES"}),
+                      ("claims", {"text": "a", "label": ["REFUTES"]}), ("qa", {"question": "a"}),
+                      ("qa", {"question": "a", "answers": []}), ("qa", {"question": "a", "answers": "b"}),
+                      ("qa", {"question": "a", "answers": [""]}), ("qa", {"question": "a", "answers": [1]}),
+                      ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
+        with pytest.raises(DataError, match="bad.jsonl:1: "):
+            data.read_examples(write(tmp_path / "bad.jsonl", [bad]), task)
+    with pytest.raises(DataError, match="no example"):
+        data.read_examples(write(tmp_path / "empty.jsonl", []), "qa")
+
+
+def test_names_are_found_by_longest_match_on_whole_words():
+    names = ["New_York", "New_York_City", "York", "St._John's", "Mercury_(planet)", "Mercury_(element)",
+             "Île_de_France"]
+    text = "In new york city, not New Yorkers; York. st. john's Mercury and ÎLE DE FRANCE"
+    found = data.find_mentions(text, names)
+    assert [(text[m.start:m.end], m.entity) for m in found] == [
+        ("new york city", "New_York_City"), ("York", "York"), ("st. john's", "St._John's"),
+        ("Mercury", "Mercury_(planet)"), ("ÎLE DE FRANCE", "Île_de_France")]
+    assert data.find_mentions(text, data.name_index(names)) == found
+    assert data.find_mentions("nothing", []) == [] and data.find_mentions("", names) == []
+
+
+def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
+    tokenizer = data.train_tokenizer(["where was alma verran born ?"], 99)
+    index, tokens = {"": 0, "Alma Verran": 1, "Port Ellin": 2}, lambda b, r: [
+        tokenizer.id_to_token(i) for i in b.tokens[r][b.attention_mask[r]].tolist()]
+    questions = [data.Example("Where was Alma Verran born?", None, None, ["Elsewhere", "Port Ellin"], {}),
+                 data.Example("Born?", [Mention(0, 4, "Nobody")], None, ["Elsewhere"], {})]
+    batch = data.example_batch(questions, tokenizer, index)
+    assert tokens(batch, 0) == [CLS, "where", "was", E_START, "alma", "verran", E_END, "born", "?",
+                                E_START, MASK, E_END, SEP]
+    assert tokens(batch, 1) == [CLS, E_START, "born", E_END, "?", E_START, MASK, E_END, SEP]
+    assert batch.row.tolist() == [0, 0, 1, 1] and batch.entity.tolist() == [1, 0, 0, 0]
+    assert batch.answer.tolist() == [2, 0] and batch.answer_mention.tolist() == [1, 3] and batch.label is None
+    assert batch.start.tolist() == [3, 9, 1, 5] and batch.end.tolist() == [6, 11, 3, 7]
+    assert batch.masked.tolist() == [False, True, False, True]
+    assert batch.passage.tolist() == batch.mention.tolist() == [-1] * 4
+    part = batch.part(1, 2)
+    assert part.answer_mention.tolist() == [1] and part.row.tolist() == [0, 0] and part.answer.tolist() == [0]
+    few = data.example_batch(questions * 8, tokenizer, index, max_mentions=1)
+    assert few.masked.all() and len(few.row) == 16                          # answers are never sampled away
+    short = data.example_batch(questions, tokenizer, index, max_length=9)
+    assert short.tokens.shape[1] <= 9 and tokens(short, 0)[-4:] == [E_START, MASK, E_END, SEP]
+    claims = [data.Example("", [], 1, [], {}), data.Example("Alma", [], 0, [], {})]
+    claims = data.example_batch(claims, tokenizer, index)
+    assert claims.label.tolist() == [1, 0] and claims.answer is None and len(claims.row) == 0
+    assert tokens(claims, 0) == [CLS, SEP]
+
+
+# ---------------------------------------------------------------- the toy world
+
+def facts_of(toy, bridged=False):
+    """{(subject, relation): {object: passages that state it}}, read out of the sentences with the phrases."""
+    patterns = [(name, re.compile(re.escape(phrase).replace(r"\{s\}", "(?P<s>[A-Z][a-z]+ [A-Z][a-z]+)")
+                                  .replace(r"\{o\}", "(?P<o>[A-Z][a-z]+ [A-Z][a-z]+)")))
+                for name, relation in data.RELATIONS.items() for phrase in relation.phrases]
+    facts = defaultdict(lambda: defaultdict(list))
+    for passage in toy[0]:
+        for sentence in re.findall(r"[^.?]+(?:\? [A-Z][^.?]+)?\.", passage["text"]):
+            found = [(name, m) for name, pattern in patterns if (m := pattern.fullmatch(sentence.strip()))]
+            if not found:
+                assert bridged, sentence
+                continue
+            assert len(found) == 1, sentence
+            facts[found[0][1]["s"], found[0][0]][found[0][1]["o"]].append(passage)
+    return facts
+
+
+def test_the_toy_world_is_the_size_that_was_measured(toy):
+    lines, examples = toy
+    assert 11_000 <= len(lines) <= 12_000 and 60_000 <= sum(len(p["mentions"]) for p in lines) <= 65_000
+    assert max(len(p["text"].replace(".", " .").split()) for p in lines) <= 40
+    tokenizer = data.train_tokenizer((p["text"] for p in lines), 2000)
+    assert 400 <= tokenizer.get_vocab_size() <= 600
+    texts = [e.get("text") or e["question"] for records in examples.values() for e in records]
+    pieces = {piece for encoding in tokenizer.encode_batch(texts) for piece in encoding.tokens}
+    assert UNK not in pieces and not any(p.startswith("##") for p in pieces)    # examples use no new word
+
+
+def test_each_fact_stands_in_several_passages_of_its_subject_in_different_phrases(toy):
+    facts = facts_of(toy)
+    assert 6000 <= len(facts) <= 7000
+    for (subject, _), objects in facts.items():
+        (obj, passages), = objects.items()                  # one object: a question has one answer
+        assert len(passages) >= 3 and {p["title"] for p in passages} == {subject} and obj != subject
+        assert len({p["text"] for p in passages}) == len(passages)
+        splits = Counter(p["split"] for p in passages)
+        assert splits["train"] >= 3 or splits["train"] == 0
+    for passage in toy[0]:
+        names = [passage["text"][m["start"]:m["end"]] for m in passage["mentions"]]
+        assert names == [m["entity"] for m in passage["mentions"]] and passage["title"] in names
+
+
+def test_seen_and_held_out_worlds_share_words_but_no_entity(toy):
+    lines, _ = toy
+    train = {p["title"] for p in lines if p["split"] == "train"}
+    seen = [p for p in lines if p["title"] in train]
+    unseen = [p for p in lines if p["title"] not in train]
+    names = [{m["entity"] for p in part for m in p["mentions"]} for part in (seen, unseen)]
+    assert not names[0] & names[1] and len(names[0]) == 1900 and len(names[1]) == 380
+    assert {w for n in names[1] for w in n.split()} <= {w for n in names[0] for w in n.split()}
+    assert abs(sum(p["split"] == "held_out" for p in seen) / len(seen) - .05) < .01
+    assert all(p["split"] == "held_out" for p in unseen)
+
+
+def test_toy_examples_are_true_to_the_facts_and_their_splits_share_none(toy):
+    lines, examples = toy
+    facts = {key: next(iter(objects)) for key, objects in facts_of(toy).items()}
+    kind = {s: data.RELATIONS[r].subject for s, r in facts}
+    train_subjects = {p["title"] for p in lines if p["split"] == "train"}
+    used = defaultdict(set)
+    for name, records in examples.items():
+        task, hops, split = name.split(".")
+        assert len(records) >= {"train": 3000, "dev": 300, "test": 450, "unseen": 500}[split]
+        for e in records:
+            relations = e["relations"]
+            keys = list(zip([e["subject"], e.get("bridge")], relations))
+            assert len(keys) == 1 + (hops == "two_hop")
+            used[split].update(keys)
+            answer = facts[keys[-1]]
+            assert hops == "one_hop" and "bridge" not in e or facts[keys[0]] == e["bridge"]
+            assert (e["subject"] not in train_subjects) == (split == "unseen")
+            text = e.get("text") or e["question"]
+            entities = [m["entity"] for m in e["mentions"]]
+            assert all(m["entity"] in (None, text[m["start"]:m["end"]]) for m in e["mentions"])
+            assert entities.count(None) == (hops == "two_hop") and e["subject"] in entities
+            assert hops == "one_hop" or e["bridge"] not in text
+            if task == "qa":
+                assert e["answers"] == [answer] and answer not in text
+            else:
+                claimed = next(x for x in entities if x not in (None, e["subject"]))
+                assert (claimed == answer) == (e["label"] == "SUPPORTS") and kind[claimed] == kind[answer]
+        if task == "claims":
+            assert 2 * sum(e["label"] == "SUPPORTS" for e in records) == len(records)
+    splits = list(used)
+    assert not any(used[a] & used[b] for i, a in enumerate(splits) for b in splits[:i])
+    corpus_phrases = {p for r in data.RELATIONS.values() for p in r.phrases}
+    assert not corpus_phrases & {p for r in data.RELATIONS.values() for p in r.claims + r.questions}
+
+
+def test_a_claims_object_tells_nothing_without_the_memory(toy):
+    """The best guess from the object (or subject) alone, learnt on train, is near chance on test."""
+    def subject(e):
+        return e["subject"]
+
+    def obj(e):
+        return next(m["entity"] for m in e["mentions"] if m["entity"] != e["subject"])
+
+    for clue in (subject, obj):
+        seen, test = defaultdict(Counter), toy[1]["claims.one_hop.test"]
+        for e in toy[1]["claims.one_hop.train"]:
+            seen[clue(e)][e["label"]] += 1
+        right = sum((seen[clue(e)].most_common(1) or [("SUPPORTS", 0)])[0][0] == e["label"] for e in test)
+        assert abs(right / len(test) - .5) < .08
+
+
+def test_bridge_sentences_hide_the_bridge_and_their_chains_are_in_no_example(toy):
+    lines, examples = data.toy_world(4, bridge_sentences=.3)
+    assert {p["title"] for p in lines} != {p["title"] for p in toy[0]}      # another seed is another world
+    train = {p["title"] for p in lines if p["split"] == "train"}
+    told = [p["text"][m["start"]:m["end"]].lower() for p in lines for m in p["mentions"] if not m["entity"]]
+    assert set(told) <= {f"the {relation.noun}" for relation in data.RELATIONS.values()}
+    assert .1 < len(told) / sum(p["split"] == "train" for p in lines) < .35
+    facts = facts_of((lines, examples), bridged=True)
+    assert len(facts) > 6000                                # every fact still stands in several passages
+    assert all(sum(p["split"] == kind for passages in objects.values() for p in passages) >= 2
+               for (subject, _), objects in facts.items()
+               for kind in ["train" if subject in train else "held_out"])
+    texts = defaultdict(list)
+    for p in lines:
+        texts[p["title"]].append(p["text"])
+    for e in sum((examples[f"qa.two_hop.{split}"] for split in ("train", "dev", "test", "unseen")), []):
+        first, second = (data.RELATIONS[r] for r in e["relations"])
+        bridge = f"the {first.noun} of {e['subject']}"
+        told = {phrase.format(s=bridge, o=e["answers"][0]).lower() for phrase in second.phrases}
+        assert not any(sentence in text.lower() for sentence in told for text in texts[e["subject"]])
+
+
+def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run):
+    assert run("toy", "--out", tmp_path / "a", "--seed", 3).returncode == 0
+    names = {f"{task}.{hops}.{split}.jsonl" for task in ("claims", "qa") for hops in ("one_hop", "two_hop")
+             for split in ("train", "dev", "test", "unseen")} | {"corpus.jsonl"}
+    assert {p.name for p in (tmp_path / "a").iterdir()} == names
+    texts = list(data.read_corpus(tmp_path / "a" / "corpus.jsonl"))
+    assert [t.text for t in texts] == [p["text"] for p in toy[0]]
+    for name in names - {"corpus.jsonl"}:
+        assert data.read_examples(tmp_path / "a" / name, name.split(".")[0])
+    write(tmp_path / "file", [])
+    done = run("toy", "--out", tmp_path / "file")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "cannot be written" in done.stderr

@@ -1,0 +1,206 @@
+"""The model's layers and losses against plain loops.   python -m pytest tests/test_model.py"""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import ann
+from encoder import Config, SpanEncodingLayer
+from memory import BatchMemory, MemoryAttention, MentionMemory
+from tome import TOME, BatchTOME, coreference_loss, entity_prediction_loss, mlm_loss, predict_entity
+
+TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
+              dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
+
+
+class Mentions:
+    """The flat mention arrays of a batch of 3 passages; mentions 1 and 2 start at the same token."""
+    row = torch.tensor([0, 0, 0, 1, 2, 2])
+    start = torch.tensor([1, 3, 3, 0, 2, 4])
+    end = torch.tensor([2, 7, 5, 4, 3, 6])
+    passage = torch.tensor([7, 7, 7, 8, 9, 9])
+    entity = torch.tensor([1, 2, 3, 1, 2, 0])
+
+
+def memory_of(n=30, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return MentionMemory(torch.randn(n, 4, generator=g), torch.randn(n, 6, generator=g),
+                         torch.randint(1, 6, (n,), generator=g), torch.arange(n) // 3, torch.arange(n))
+
+
+def layer_norm(x, norm):
+    return (x - x.mean()) / math.sqrt(x.var(unbiased=False) + 1e-12) * norm.weight + norm.bias
+
+
+def attention_by_hand(H, layer, keys, values, passages, k):
+    """Eq. 6-9, a mention and a memory at a time."""
+    M = H.clone()
+    for row, s, e, p in zip(Mentions.row, Mentions.start, Mentions.end, Mentions.passage):
+        query = layer.query.linear.weight @ torch.cat([H[row, s], H[row, e]]) + layer.query.linear.bias
+        scores = sorted(((float(query @ keys[i]), i) for i in range(len(keys)) if passages[i] != p), reverse=True)[:k]
+        if not scores:
+            continue
+        total = sum(math.exp(score) for score, _ in scores)
+        value = sum(math.exp(score) / total * values[i] for score, i in scores)
+        M[row, s] += layer.up.weight @ value + layer.up.bias
+    return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
+
+
+@torch.no_grad()
+def test_span_encoding_is_a_projection_of_start_and_end_eq_1():
+    H, layer = torch.randn(3, 8, 16), SpanEncodingLayer(16, 5)
+    out = layer(H, Mentions.row, Mentions.start, Mentions.end)
+    W, b = layer.linear.weight.numpy(), layer.linear.bias.numpy()
+    for m in range(6):
+        r, s, e = int(Mentions.row[m]), int(Mentions.start[m]), int(Mentions.end[m])
+        np.testing.assert_allclose(out[m], W @ np.concatenate([H[r, s].numpy(), H[r, e].numpy()]) + b, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["whole corpus, top 5", "batch, all of it"])
+@torch.no_grad()
+def test_memory_attention_is_eq_6_to_9_without_the_own_passage(kind):
+    torch.manual_seed(1)
+    H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
+    if kind.startswith("whole"):
+        memory, k = table, 5
+    else:
+        memory, k = BatchMemory(table.keys, table.values, table.entity, table.passage), 30
+    M, found = layer(H, Mentions, memory)
+    torch.testing.assert_close(M, attention_by_hand(H, layer, table.keys, table.values, table.passage, k),
+                               atol=1e-5, rtol=1e-5)
+    assert torch.allclose(found.weights.sum(-1), torch.ones(6))
+
+
+@torch.no_grad()
+def test_a_mention_that_is_allowed_nothing_adds_nothing():
+    torch.manual_seed(1)
+    H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of(4)
+    table.passage[:] = 7                                                    # the passage of mentions 0, 1, 2
+    M, found = layer(H, Mentions, table)
+    assert (found.weights[:3] == 0).all() and (found.value[:3] == 0).all()
+    torch.testing.assert_close(M, attention_by_hand(H, layer, table.keys, table.values, table.passage, 5),
+                               atol=1e-5, rtol=1e-5)
+    M, found = layer(H, Mentions, table.emptied())
+    torch.testing.assert_close(M, layer.norm(H))
+
+
+def test_no_gradient_reaches_the_frozen_memory_but_the_query_learns():
+    torch.manual_seed(1)
+    layer, table = MemoryAttention(TINY), memory_of()
+    before = table.keys.clone(), table.values.clone()
+    M, _ = layer(torch.randn(3, 8, 16), Mentions, table)
+    M.square().sum().backward()
+    assert layer.query.linear.weight.grad.abs().sum() > 0
+    assert not table.keys.requires_grad and table.keys.grad is None and table.values.grad is None
+    assert torch.equal(before[0], table.keys) and torch.equal(before[1], table.values)
+
+
+def test_the_batch_memory_carries_gradient_to_keys_and_values():
+    torch.manual_seed(1)
+    table = memory_of()
+    keys, values = table.keys.clone().requires_grad_(), table.values.clone().requires_grad_()
+    M, _ = MemoryAttention(TINY)(torch.randn(3, 8, 16), Mentions, BatchMemory(keys, values, table.entity, table.passage))
+    M.square().sum().backward()
+    assert keys.grad.abs().sum() > 0 and values.grad.abs().sum() > 0
+
+
+def test_what_a_passage_reads_does_not_depend_on_its_padding_or_its_neighbours():
+    torch.manual_seed(0)
+    model = BatchTOME(TOME(TINY)).eval()
+    tokens = torch.randint(5, 40, (3, 9))
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    table = memory_of()
+    H, _ = model.tome(tokens, mask, Mentions, table)
+    padded, mask = torch.cat([tokens, torch.zeros(3, 3, dtype=torch.long)], 1), torch.ones(3, 12, dtype=torch.bool)
+    mask[:, 9:] = False
+    H2, _ = model.tome(padded, mask, Mentions, table)
+    torch.testing.assert_close(H, H2[:, :9], atol=1e-5, rtol=1e-5)
+
+
+def test_coreference_loss_is_the_mean_of_cross_entropies_over_positives_app_a2():
+    torch.manual_seed(0)
+    z = torch.randn(12, 4, requires_grad=True)
+    entity = torch.tensor([1, 1, 2, 2, 1, 3, 0, 0, 4, 2, 1, 4])
+    passage = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 2])
+    losses = []
+    for m in range(12):
+        if entity[m] == 0:
+            continue
+        others = [i for i in range(12) if entity[i] > 0 and passage[i] != passage[m]]
+        positive = [i for i in others if entity[i] == entity[m]]
+        negative = sum(torch.exp(z[m] @ z[i]) for i in others if entity[i] != entity[m])
+        if positive:
+            losses.append(sum(-torch.log(torch.exp(z[m] @ z[i]) / (torch.exp(z[m] @ z[i]) + negative))
+                              for i in positive) / len(positive))
+    by_hand = sum(losses) / len(losses)
+    loss = coreference_loss(z, entity, passage)
+    torch.testing.assert_close(loss, by_hand)
+    torch.testing.assert_close(torch.autograd.grad(loss, z)[0], torch.autograd.grad(by_hand, z)[0])
+
+
+@pytest.mark.parametrize("entity, passage", [([0, 0, 0], [1, 2, 3]), ([1, 1, 1], [1, 1, 1]), ([1, 2, 3], [1, 2, 3]),
+                                             ([1, 1, 1], [1, 2, 3]), ([], [])],
+                         ids=["none linked", "one passage", "no positive", "no negative", "no mention"])
+def test_coreference_loss_of_degenerate_batches_is_zero_and_finite(entity, passage):
+    z = torch.randn(len(entity), 4, requires_grad=True)
+    loss = coreference_loss(z, torch.tensor(entity, dtype=torch.long), torch.tensor(passage, dtype=torch.long))
+    loss.backward()
+    assert loss == 0 and torch.isfinite(z.grad).all()
+
+
+def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_memory():
+    scores = torch.tensor([[2., 1., 0., -1.], [1., 1., -torch.inf, -torch.inf], [3., 2., 1., 0.], [-torch.inf] * 4,
+                           [1., 2., 3., 4.]], requires_grad=True)
+    memory_entity = torch.tensor([[5, 6, 5, 7], [6, 6, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [9, 9, 9, 9]])
+    entity = torch.tensor([5, 6, 9, 5, 0])                                  # 2: not retrieved, 3: nothing, 4: not linked
+    losses = []
+    for m in (0, 1):
+        e = [math.exp(s) for s in scores[m].tolist()]
+        losses.append(-math.log(sum(x for x, j in zip(e, memory_entity[m]) if j == entity[m]) / sum(e)))
+    loss = entity_prediction_loss(scores, memory_entity, entity)
+    assert loss.item() == pytest.approx(sum(losses) / 2, abs=1e-6)
+    loss.backward()
+    assert torch.isfinite(scores.grad).all() and (scores.grad[2:] == 0).all()
+
+
+def test_nothing_retrieved_anywhere_is_a_loss_of_zero():
+    scores = torch.full((3, 4), -torch.inf, requires_grad=True)
+    loss = entity_prediction_loss(scores, torch.zeros(3, 4, dtype=torch.long), torch.tensor([1, 2, 0]))
+    loss.backward()
+    assert loss == 0 and (scores.grad == 0).all()
+
+
+def test_the_answer_is_the_entity_with_the_largest_sum_of_weights_eq_10():
+    g = torch.Generator().manual_seed(0)
+    scores, entity = torch.randn(50, 9, generator=g) * 2, torch.randint(1, 5, (50, 9), generator=g)
+    scores[3] = -torch.inf
+    answer = predict_entity(scores, entity)
+    assert answer.entity[3] == 0 and answer.probability[3] == 0
+    for m in set(range(50)) - {3}:
+        e = [math.exp(s) for s in scores[m].tolist()]
+        sums = {}
+        for x, j in zip(e, entity[m].tolist()):
+            sums[j] = sums.get(j, 0) + x / sum(e)
+        best = max(sums, key=sums.get)
+        assert answer.entity[m] == best and answer.probability[m].item() == pytest.approx(sums[best], abs=1e-5)
+
+
+def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_and_zero_without_any():
+    logits, target = torch.randn(5, 7), torch.tensor([0, 6, 2, 2, 1])
+    by_hand = -np.mean([(logits[i] - logits[i].logsumexp(0))[t].item() for i, t in enumerate(target)])
+    assert mlm_loss(logits, target).item() == pytest.approx(by_hand, abs=1e-6)
+    assert mlm_loss(torch.empty(0, 7), torch.empty(0, dtype=torch.long)) == 0
+
+
+def test_memory_controls_select_sample_shuffle_and_group():
+    table = memory_of()
+    assert len(table.emptied()) == 0
+    half = table.sample(0.5)
+    assert 0 < len(half) < 30 and all((half.passage == p).sum() == 3 for p in half.passage)
+    shuffled = table.shuffled()
+    assert torch.equal(shuffled.keys, table.keys) and not torch.equal(shuffled.values, table.values)
+    assert torch.equal(shuffled.values.sort(0).values, table.values.sort(0).values)
+    grouped = table.by_article(np.arange(10) // 2)
+    assert grouped.passage.tolist() == [i // 6 for i in range(30)]
+    assert ann.rank_and_size() == (0, 1)

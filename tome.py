@@ -1,0 +1,259 @@
+"""TOME, BATCH-TOME and their losses (paper §2.2–2.4, app. A, app. B).
+
+    H0 = InitialTransformerBlock(TokenEmbedding(x))                                          eq. 4
+    M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock                 eq. 2, 3
+    Hl = TOMEBlock_l(Hl-1),    l = 1 … L                         TOME-1: L = 1, TOME-2: L = 2        eq. 5
+
+The Mention Encoder is the same Transformer read without its memory layers, and two SpanEncodingLayers on top, for key
+and value (§2.1.1). BATCH-TOME trains it: the batch is read twice, first by the Mention Encoder, whose mentions become
+the batch memory, then by TOME attending to it (§2.3). TOME then continues from BATCH-TOME's weights, over the frozen
+memory of the whole corpus (§2.4), and answers with the entity that its last retrieval names (eq. 10).
+"""
+import hashlib
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ann
+from encoder import Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, init_weights
+from memory import BatchMemory, MemoryAttention, attention_weights
+
+
+class TOMEBlock(nn.Module):
+    """Eq. 2 and 3. With no memory at all it is its TransformerBlock alone: so the Mention Encoder reads."""
+
+    def __init__(self, config, n_layers):
+        super().__init__()
+        self.memory_attention = MemoryAttention(config)
+        self.transformer = TransformerBlock(config, n_layers)
+
+    def forward(self, H, attention_mask, mentions, memory):
+        found = None
+        if memory is not None:
+            H, found = self.memory_attention(H, mentions, memory)
+        return self.transformer(H, attention_mask), found
+
+
+class TOME(nn.Module):
+    """Eq. 4 and 5, and the heads of its tasks."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.initial = TransformerBlock(config, config.n_initial)
+        self.blocks = nn.ModuleList(TOMEBlock(config, config.n_block // config.n_blocks) for _ in range(config.n_blocks))
+        self.mlm = MLMHead(config)
+        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
+        self.claim = nn.Linear(config.hidden, 2)                            # REFUTES, SUPPORTS, read off [CLS]
+        self.apply(lambda module: init_weights(module, config.init_std))
+
+    def read_initial(self, tokens, attention_mask):
+        """H0 (B, T, hidden), eq. 4."""
+        return self.initial(self.embeddings(tokens), attention_mask)
+
+    def read_blocks(self, H, attention_mask, mentions=None, memory=None):
+        """H_L (B, T, hidden), and what each memory layer retrieved. mentions: a Batch (row, start, end, passage)."""
+        found = []
+        for block in self.blocks:
+            H, retrieved = block(H, attention_mask, mentions, memory)
+            found.append(retrieved)
+        return H, found
+
+    def forward(self, tokens, attention_mask, mentions=None, memory=None):
+        return self.read_blocks(self.read_initial(tokens, attention_mask), attention_mask, mentions, memory)
+
+    def mlm_logits(self, H, target_index):
+        """Logits (L, vocab) at the masked tokens only: most of a vocabulary softmax would be thrown away."""
+        return self.mlm(H.flatten(0, 1)[target_index], self.embeddings.word.weight)
+
+
+class MentionEncoder(nn.Module):
+    """Tokens and mentions -> key (M, d_K) and value (M, d_V) mention encodings (§2.1.1)."""
+
+    def __init__(self, tome):
+        super().__init__()
+        self.config = tome.config
+        self.tome = tome                                                    # shared with BATCH-TOME (§4.1)
+        self.key = SpanEncodingLayer(tome.config.hidden, tome.config.key_dim)
+        self.value = SpanEncodingLayer(tome.config.hidden, tome.config.value_dim)
+        self.key.apply(lambda module: init_weights(module, tome.config.init_std))
+        self.value.apply(lambda module: init_weights(module, tome.config.init_std))
+
+    def encode(self, H, row, start, end):
+        return self.key(H, row, start, end), self.value(H, row, start, end)
+
+    def forward(self, tokens, attention_mask, row, start, end):
+        return self.encode(self.tome(tokens, attention_mask)[0], row, start, end)
+
+    @property
+    def fingerprint(self):
+        """Names this encoder by its weights: a memory belongs to the one that wrote it (app. B.5)."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+class BatchTOME(nn.Module):
+    """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends to it."""
+
+    def __init__(self, tome):
+        super().__init__()
+        self.config = tome.config
+        self.encoder = MentionEncoder(tome)
+        self.coref = SpanEncodingLayer(tome.config.hidden, tome.config.coref_dim)      # z_m of app. A.2
+        self.coref.apply(lambda module: init_weights(module, tome.config.init_std))
+
+    @property
+    def tome(self):
+        return self.encoder.tome
+
+    def forward(self, batch, use_memory=True):
+        """H (B, T, hidden) of the second read, what its memory layers retrieved."""
+        H0 = self.tome.read_initial(batch.tokens, batch.attention_mask)
+        if not use_memory:
+            return self.tome.read_blocks(H0, batch.attention_mask)
+        # The memory holds what the text says, not what is left of it after masking; same-passage entries are never
+        # attended, so that nothing leaks. Where nothing is masked the two reads share their first block.
+        first = H0 if batch.unmasked is batch.tokens else self.tome.read_initial(batch.unmasked, batch.attention_mask)
+        first, _ = self.tome.read_blocks(first, batch.attention_mask)
+        linked = batch.entity > 0
+        keys, values = self.encoder.encode(first, batch.row[linked], batch.start[linked], batch.end[linked])
+        memory = BatchMemory(keys, values, batch.entity[linked], batch.passage[linked])
+        return self.tome.read_blocks(H0, batch.attention_mask, batch, memory)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Initial weights
+
+KEY_STD = 0.05     # not so sharp that a masked mention could never move its attention
+
+
+@torch.no_grad()
+def init_retrieval(model, special, from_bert=False):
+    """Initial weights of BATCH-TOME under which retrieval works by surface form at the first step.
+
+    A mention can learn from the memory only once it retrieves something of use, and to learn what is of use it has to
+    retrieve (app. B.5). So query, key and coreference layers start equal: a mention looks for mentions encoded like
+    itself. With a BERT below that is enough. Without one, a marker's encoding does not yet hold the words beside it;
+    we give it what BERT's lower layers learn first. The hidden space is split, tokens | fast waves | slow waves of the
+    position, and in every layer four heads look one and two tokens to either side and copy what stands there, a fifth
+    looks around. Only these initial values differ from BERT's; nothing is held fixed afterwards."""
+    tome, config = model.tome, model.config
+    if not from_bert:
+        n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
+        if config.n_heads < 6 or d_head < 16:
+            raise ValueError(f"{config.n_heads} heads of {d_head}: the initial weights need 6 heads of at least 16")
+        embeddings = tome.embeddings
+        embeddings.word.weight.zero_()
+        embeddings.word.weight[:, :n] = F.normalize(torch.randn(config.vocab_size, n), dim=1)
+        embeddings.word.weight[list(special.values())] *= 0.2       # what stands beside a marker must drown it
+        embeddings.segment.weight.zero_()
+        fast, slow = (scale * 0.7 ** torch.arange(waves) for scale in (torch.pi, 0.2))       # radians a token
+        position = torch.arange(config.max_positions)[:, None]
+        embeddings.position.weight.zero_()
+        for first, frequency, norm in ((n, fast, 1.0), (n + 16, slow, 0.5)):
+            angle = position * frequency                                                     # (positions, waves)
+            wave = torch.stack([angle.cos(), angle.sin()], dim=2).flatten(1)                 # cos, sin, cos, sin, …
+            embeddings.position.weight[:, first:first + 16] = norm * wave / waves ** 0.5
+        basis = torch.linalg.qr(torch.randn(n, n))[0]                                        # directions to copy along
+        layers = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
+        for depth, layer in enumerate(layers):
+            q, k, v = layer.attention.qkv.weight.view(3, config.n_heads, d_head, config.hidden)
+            # Heads +1 and -1 copy along the same directions, +2 and -2 along others: a name's first word, taken from
+            # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker.
+            for head, (offset, part) in enumerate(((1, 0), (-1, 0), (2, 1), (-2, 1), (0, 2))):
+                first, frequency = (n, fast) if offset else (n + 16, slow)
+                # the score at the right offset: 4 in the first layer, more above, where positions are blurred
+                sharpness = (4.0 * (depth + 1) if offset else 4.0) * d_head ** 0.5 / 42     # 42: squared norm of a wave
+                for weight in (q[head], k[head], v[head]):
+                    weight.zero_()
+                cos, sin = (offset * frequency).cos(), (offset * frequency).sin()
+                turn = torch.block_diag(*(torch.tensor([[c, -s], [s, c]]) for c, s in zip(cos, sin)))
+                q[head, :16, first:first + 16] = turn * sharpness ** 0.5
+                k[head, :16, first:first + 16] = torch.eye(16) * sharpness ** 0.5
+                copy = basis[:, part * d_head:(part + 1) * d_head]                           # (n, d_head)
+                v[head, :, :n] = copy.T * (2.0 if depth == 0 else 0.7)
+                out = layer.attention.out.weight[:, head * d_head:(head + 1) * d_head]
+                out.zero_()
+                out[:n] = copy
+        half = min(config.value_dim // 2, n)
+        value, key = model.encoder.value.linear.weight, model.encoder.key.linear.weight
+        value[:half, :n] += basis[:, :half].T                       # a value starts as a copy of its two markers …
+        value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
+        for block in tome.blocks:                                   # … which W_U writes back where it was read
+            block.memory_attention.up.weight[:n, :half] += basis[:, :half]
+        tome.mlm.dense.weight += torch.eye(config.hidden)
+        key.zero_()
+        key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD
+    for layer in [model.coref, tome.answer, *(block.memory_attention.query for block in tome.blocks)]:
+        if layer.linear.weight.shape == model.encoder.key.linear.weight.shape:
+            layer.load_state_dict(model.encoder.key.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses. Each is this process's share of a mean over all processes: a sum over its own items, divided by the number
+# of items everywhere. The shares add up to the loss, and their gradients to its gradient, as of one big batch.
+
+
+def share_of_mean(losses):
+    """losses (n,) of this process -> its share of the mean over all processes; 0 where there is no item at all."""
+    return losses.sum() / ann.total(losses.numel(), losses.device).clamp(min=1)
+
+
+def mlm_loss(logits, target):
+    """Masked language modelling: mean cross-entropy over the masked tokens. logits (L, vocab), target (L,)."""
+    return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
+
+
+def coreference_loss(z, entity, passage):
+    """App. A.2: is that linked mention of another passage the same entity? z (M, d_C), entity (M,) 0 = not linked,
+    passage (M,) -> scalar.
+
+    For each mention, the mean over its positives of the cross-entropy of that positive against all negatives (the
+    appendix's formula has the mean outside the logarithm; its text and the public code say this); then the mean over
+    the mentions that have a positive. Mentions of the same passage are neither. Candidates are those of all processes."""
+    linked = entity > 0
+    z, entity, passage = z[linked].float(), entity[linked], passage[linked]
+    all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)              # (N, …)
+    scores = z @ all_z.T                                                                                 # (M, N)
+    elsewhere = passage[:, None] != all_passage[None, :]
+    same = entity[:, None] == all_entity[None, :]
+    negatives = scores.masked_fill(~(elsewhere & ~same), torch.finfo(scores.dtype).min).logsumexp(-1)    # (M,)
+    mention, positive = (elsewhere & same).nonzero(as_tuple=True)                                        # pairs
+    losses = F.softplus(negatives[mention] - scores[mention, positive])     # -log(e^p / (e^p + sum e^n))
+    n_positive = (elsewhere & same).sum(-1)
+    per_mention = torch.zeros_like(negatives).index_add(0, mention, losses) / n_positive.clamp(min=1)
+    return share_of_mean(per_mention[n_positive > 0])
+
+
+def entity_prediction_loss(scores, memory_entity, entity):
+    """§2.4: -log EntProb(m, Ent(m)), the mean over linked mentions of which a memory of the same entity was retrieved.
+
+    scores (M, K) z · key of the retrieved memories (-inf: none), memory_entity (M, K), entity (M,) 0 = not linked."""
+    same = (memory_entity == entity[:, None]) & ~scores.isneginf()
+    counted = (entity > 0) & same.any(-1)
+    scores, same = scores[counted], same[counted]                           # only rows where no logsumexp is of nothing
+    return share_of_mean(scores.logsumexp(-1) - scores.masked_fill(~same, -torch.inf).logsumexp(-1))
+
+
+class Answer(NamedTuple):
+    entity: torch.Tensor            # (M,) argmax_j EntProb(m, j); 0 where nothing was retrieved
+    probability: torch.Tensor       # (M,) its EntProb
+
+
+def predict_entity(scores, memory_entity):
+    """Eq. 10 and its argmax: the entity with the largest sum of attention weights. scores, memory_entity (M, K)."""
+    weights = attention_weights(scores)                                                      # (M, K)
+    entity, order = memory_entity.sort(dim=-1)
+    first = torch.ones_like(entity, dtype=torch.bool)
+    first[:, 1:] = entity[:, 1:] != entity[:, :-1]
+    group = first.long().cumsum(-1) - 1                                     # (M, K) equal entities stand together
+    sums = torch.zeros_like(weights).scatter_add(1, group, weights.gather(1, order))         # EntProb of each group
+    probability, best = sums.max(dim=-1)
+    where = (group == best[:, None]).long().argmax(-1)                      # a memory of the best group
+    best_entity = entity.gather(1, where[:, None]).squeeze(1)
+    return Answer(torch.where(probability > 0, best_entity, 0), probability)

@@ -1,0 +1,795 @@
+"""The four stages of training (paper §2.3, §2.4, app. A, app. B.1), one loop for all of them:
+
+    batch-tome   Mention Encoder and BATCH-TOME together, over the memory of the batch      MLM + coreference
+    memory       the Mention Encoder reads the whole corpus                                 -> runs/…/memory
+    tome         TOME, started from BATCH-TOME, over that frozen memory                     MLM + entity prediction
+    finetune     TOME on claims or on questions whose answer is an entity
+
+    python train.py --stage tome                                    everything, on the toy world
+    python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
+    torchrun --nproc_per_node 2 train.py --stage tome               the same work, shared by two processes
+
+A stage runs the ones before it that have left no result yet, and goes on where it stopped. Every batch, mask and
+dropout of a step follows from (seed, stage, step) alone: a run that was cut off and taken up again is the same run.
+"""
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import ann
+import data
+from encoder import CheckpointError, Config, load_bert
+from memory import (MemoryFolderError, MentionMemory, build_memory, checksum, encode_passages, load_memory,
+                    read_manifest, write_atomically, write_json)
+from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, init_retrieval, mlm_loss, predict_entity,
+                  share_of_mean)
+
+STAGES = ("batch-tome", "memory", "tome", "finetune")
+FORMAT = 1
+
+
+@dataclass
+class Schedule:
+    steps: int
+    lr: float
+    warmup: int                     # steps of linear warm-up; then linear decay to zero
+    batch: int                      # passages (or examples) a step, over all processes
+
+
+@dataclass
+class Settings:
+    """Everything about a run that is not a dimension of the model. The defaults are the paper's (app. A, B.1)."""
+    passage_length: int = 128       # T, excluding entity markers
+    max_length: int = 512           # … and with them
+    vocab: int = 30522              # WordPiece, where it is trained on the corpus
+    cluster: int = 256              # related passages that are batched together (app. A.1)
+    mentions: int = 24              # a passage on average; 32 when fine-tuning
+    mention_rate: float = 0.2       # masked mentions
+    token_rate: float = 0.1         # masked other tokens
+    aux_weight: float = 0.15        # coreference (batch-tome) or entity prediction (tome); 0.85 is MLM's
+    coref_entities: int = 1_000_000     # coreference only over the most frequent ones
+    memory_fraction: float = 38 / 150   # of the memory, while pre-training TOME (§4.1)
+    memory_dtype: str = "float16"
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    slow_spans: int = 0             # see PRESETS["toy"]
+    log_every: int = 1000
+    save_every: int = 1000
+    eval_mentions: int = 1000       # of each kind, seen and unseen
+    schedule: dict = field(default_factory=lambda: {
+        "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096), "tome": Schedule(500_000, 1e-4, 25_000, 4096),
+        "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
+
+
+# What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred real articles.
+PRESETS = {
+    "base": {},
+    "mini": dict(hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_block=2, max_positions=256, key_dim=64,
+                 value_dim=256, coref_dim=64, dropout=0.1, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
+                 passage_length=96, max_length=256, vocab=16000, cluster=64, memory_fraction=1.0,
+                 memory_dtype="float32", beta2=0.98, log_every=250, save_every=250, eval_mentions=500,
+                 schedule={"batch-tome": Schedule(4000, 1e-3, 400, 64), "tome": Schedule(1500, 5e-4, 150, 64),
+                           "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
+    # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
+    # weights start as in init_toy, and the span layers that retrieve learn at a tenth of the rate for `slow_spans`
+    # steps, so that the coreference gradient moves the body instead of tearing query and key apart.
+    "toy": dict(hidden=96, n_heads=6, intermediate=384, n_initial=3, n_block=1, max_positions=128, key_dim=64,
+                value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
+                passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
+                memory_dtype="float32", beta2=0.98, slow_spans=400, log_every=200, save_every=200, eval_mentions=200,
+                schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(500, 1e-3, 50, 64),
+                          "claims": Schedule(1500, 1e-3, 100, 64), "qa": Schedule(500, 1e-3, 50, 64)}),
+}
+
+
+class RunError(Exception):
+    """One sentence for the user: what is wrong, where, what to do."""
+
+
+def preset(name, n_blocks=1):
+    """(Settings, Config) of that name."""
+    values = PRESETS[name]
+    settings = replace(Settings(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Settings)}})
+    config = replace(Config(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Config)}})
+    if n_blocks == 2 and config.n_block == 1:       # two blocks need a layer each
+        config = replace(config, n_block=2, n_initial=config.n_initial - 1)
+    return settings, replace(config, n_blocks=n_blocks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run: a folder with the corpus, the tokenizer, checkpoints, the memory and the log
+
+
+@dataclass
+class Run:
+    out: Path
+    preset: str
+    seed: int
+    settings: Settings
+    config: Config
+    corpus: data.Corpus
+    tokenizer: object
+    device: torch.device
+
+    def log(self, record):
+        if ann.rank_and_size()[0] == 0:
+            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def say(text):
+    if ann.rank_and_size()[0] == 0:
+        tqdm.write(text)
+
+
+def choose_device(name=None):
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
+    if (name or "cuda") == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def read_run_file(out):
+    """out/run.json: what the run was started with."""
+    path = Path(out) / "run.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: nothing has been trained there; run python train.py --out {out} first") \
+            from None
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}); choose another --out") from None
+
+
+def make_run(args):
+    """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
+    out = Path(args.out or f"runs/{args.preset or 'toy'}")
+    old = read_run_file(out) if (out / "run.json").exists() else None
+    wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks,
+              "corpus": args.corpus and os.path.abspath(args.corpus), "init": args.init and os.path.abspath(args.init)}
+    if old is not None:
+        for name, value in wanted.items():
+            if value is not None and value != old[name]:
+                raise RunError(f"{out} was started with --{name} {old[name]}, not {value}; choose another --out")
+    else:
+        defaults = {"preset": "toy", "seed": 0, "blocks": 1, "corpus": None, "init": None}
+        old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
+    settings, config = preset(old["preset"], old["blocks"])
+    if ann.rank_and_size()[0] == 0:
+        prepare_corpus(out, old, settings)
+    ann.barrier()
+    corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
+    if old["init"]:
+        config = load_bert(old["init"], config)[0]
+        config = replace(config, n_initial=config.n_initial if config.n_initial < 4 else 4)
+    config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0))
+    return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device))
+
+
+def prepare_corpus(out, run, settings):
+    """Toy world if there is no corpus; tokenizer; flat arrays; run.json. Done once, by the first process."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
+    source = run["corpus"]
+    if source is None:
+        source = out / "world" / "corpus.jsonl"
+        if not source.exists():
+            say(f"No --corpus: making the toy world in {out / 'world'}.")
+            data.write_toy(out / "world", run["seed"])
+    if not os.path.exists(source):
+        if not (out / "corpus").exists():
+            raise RunError(f"{source}: no such file; --corpus wants a file of JSON lines")
+    else:
+        crc = checksum(source)
+        if run.setdefault("corpus_crc32", crc) != crc:
+            raise RunError(f"{source} has changed since this run was started; choose another --out")
+    if not (out / "corpus").exists():
+        say(f"Tokenising {source}.")
+        if run["init"]:
+            vocab = Path(run["init"]) / "vocab.txt"
+            if not vocab.exists():
+                raise RunError(f"{vocab}: no such file; --init wants the folder of a BERT checkpoint")
+            tokenizer = data.load_tokenizer(vocab)
+        else:
+            tokenizer = data.train_tokenizer((text.text for text in data.read_corpus(source)), settings.vocab)
+        corpus = data.Corpus.build(source, out / "corpus", tokenizer, settings.passage_length, settings.max_length)
+        counts = corpus.meta["counts"]
+        say(f"  {counts['passages']:,} passages, {counts['tokens']:,} tokens, {counts['mentions']:,} mentions "
+            f"({counts['linked']:,} linked) of {counts['entities']:,} entities; dropped: {corpus.meta['dropped'] or 'none'}")
+    if not (out / "run.json").exists():
+        write_json(out / "run.json", run)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: tensors and plain values only
+
+
+def save_checkpoint(path, **values):
+    write_atomically(path, lambda file: torch.save({"format": FORMAT, **values}, file))
+
+
+def load_checkpoint(path, stage):
+    """The checkpoint's dictionary, or None where there is no file. Never unpickles objects."""
+    if not path.exists():
+        return None
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["format"] != FORMAT or checkpoint["stage"] != stage:
+            raise RunError(f"{path}: a checkpoint of stage {checkpoint['stage']}, format {checkpoint['format']}; "
+                           f"expected {stage}, {FORMAT}; move it away to train this stage again")
+        checkpoint["step"], checkpoint["model"]
+    except RunError:
+        raise
+    except Exception as error:
+        raise RunError(f"{path} is damaged ({str(error).splitlines()[0][:100]}); "
+                       "delete it to train this stage again") from None
+    return checkpoint
+
+
+def load_weights(model, state, path):
+    """load_state_dict with one sentence where the shapes are another model's."""
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
+        raise RunError(f"{path} does not fit this model ({reason}); choose another --out") from None
+
+
+def new_batch_tome(run, init=None):
+    """BATCH-TOME with fresh weights, or a BERT's where init names its folder."""
+    torch.manual_seed(run.seed)
+    model = BatchTOME(TOME(run.config))
+    if init:
+        _, embeddings, layers, mlm = load_bert(init, run.config)
+        tome = model.tome
+        targets = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
+        tome.embeddings.load_state_dict(embeddings)
+        for layer, state in zip(targets, layers, strict=True):
+            layer.load_state_dict(state)
+        if mlm is None:
+            say(f"{init} has no MLM head: made a fresh one.")
+        else:
+            tome.mlm.load_state_dict(mlm)
+    init_retrieval(model, run.corpus.special, from_bert=bool(init))
+    return model
+
+
+def load_batch_tome(run):
+    """The finished BATCH-TOME of this run."""
+    path = run.out / "batch-tome.pt"
+    checkpoint = load_checkpoint(path, "batch-tome")
+    if checkpoint is None:
+        raise RunError(f"{path} is missing; run python train.py --stage batch-tome --out {run.out}")
+    model = BatchTOME(TOME(run.config))
+    load_weights(model, checkpoint["model"], path)
+    return model.to(run.device)
+
+
+def load_tome(run, stage="tome"):
+    """A trained TOME of this run, as saved by stage tome, claims or qa: (model, fingerprint of its encoder)."""
+    path = run.out / f"{stage}.pt"
+    checkpoint = load_checkpoint(path, stage)
+    if checkpoint is None or checkpoint["step"] < checkpoint["steps"]:
+        how = "tome" if stage == "tome" else f"finetune --task {stage}"
+        raise RunError(f"{path} is missing or unfinished; run python train.py --stage {how} --out {run.out}")
+    model = TOME(run.config)
+    load_weights(model, checkpoint.get("best", checkpoint["model"]), path)
+    return model.to(run.device).eval(), checkpoint["encoder"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is measured while training: can the memory fill in what only the memory can know?
+
+
+@torch.no_grad()
+def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
+    """Accuracy on held-out mentions that stand nowhere else in their passage, each masked alone.
+
+    mentions: corpus mention numbers (data.eval_mentions). Returns {"seen" | "unseen": {"accuracy": masked tokens
+    right, "mass_masked", "mass_visible": attention of the last memory layer on memories of the mention's own entity,
+    "entity": eq. 10's answer right, "n": mentions}}; seen: the entity is linked somewhere in the training passages."""
+    tome.eval()
+    rank, size = ann.rank_and_size()
+    seen_entity = torch.from_numpy(np.asarray(corpus.entity_count) > 0).to(device)
+    supported = memory.passages_of(len(corpus.entity_names)) > 1        # another passage than the mention's own
+    names = ("tokens", "right", "masked", "mass_masked", "visible", "mass_visible", "entity")
+    sums = {kind: dict.fromkeys(names, 0.0) for kind in ("seen", "unseen")}
+    for first in range(0, len(mentions), batch_size):
+        chosen = mentions[first:first + batch_size]
+        if len(chosen) < size:              # every process needs a row; the last few are left out
+            break
+        batch = data.eval_batch(corpus, chosen).part(rank, size).to(device)
+        H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
+        right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target                # (L,)
+        last = found[-1]
+        mass = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)                   # (M,)
+        answer = memory.retrieve(tome.answer(H, batch.row, batch.start, batch.end), batch.passage,
+                                 tome.config.k_answer, tome.config.k_answer_shard)
+        entity_right = predict_entity(answer.scores, answer.entity).entity == batch.entity       # (M,)
+        visible = (batch.entity > 0) & ~batch.masked & supported[batch.entity]
+        for kind, is_seen in (("seen", True), ("unseen", False)):
+            of_kind = (seen_entity[batch.entity] == is_seen) & (batch.entity > 0)                # (M,)
+            here = of_kind[batch.target_mention]                                                 # (L,)
+            s = sums[kind]
+            s["tokens"] += here.sum().item()
+            s["right"] += (right & here).sum().item()
+            s["masked"] += (of_kind & batch.masked).sum().item()
+            s["mass_masked"] += mass[of_kind & batch.masked].sum().item()
+            s["entity"] += (entity_right & of_kind & batch.masked).sum().item()
+            s["visible"] += (of_kind & visible).sum().item()
+            s["mass_visible"] += mass[of_kind & visible].sum().item()
+    tome.train()
+    result = {}
+    for kind, s in sums.items():
+        s = {name: float(ann.total(value, device)) for name, value in s.items()}
+        result[kind] = {"accuracy": s["right"] / max(s["tokens"], 1), "entity": s["entity"] / max(s["masked"], 1),
+                        "mass_masked": s["mass_masked"] / max(s["masked"], 1),
+                        "mass_visible": s["mass_visible"] / max(s["visible"], 1), "n": int(s["masked"])}
+    return result
+
+
+def sample_eval_mentions(run, n):
+    """n mentions of entities seen in training and n of entities never seen (data.eval_mentions), the same each time."""
+    mentions = data.eval_mentions(run.corpus, 10 ** 9, seed=0)
+    mentions = np.random.default_rng(0).permutation(mentions)
+    seen = run.corpus.entity_count[run.corpus.mention_entity[mentions]] > 0
+    return np.concatenate([mentions[seen][:n], mentions[~seen][:n]])
+
+
+def supporting_passages(corpus, mentions, each=4, others=512):
+    """Passages that make a small memory for these mentions while the Mention Encoder still changes: the articles they
+    stand in, a few passages that share the entity, and some others."""
+    rng = np.random.default_rng(0)
+    articles = np.unique(corpus.article[corpus.passage_of(mentions)])
+    own = np.flatnonzero(np.isin(corpus.article, articles))
+    candidates = rng.permutation(np.flatnonzero(np.isin(corpus.mention_entity, corpus.mention_entity[mentions])))
+    candidates = candidates[np.argsort(corpus.mention_entity[candidates], kind="stable")]
+    entity = corpus.mention_entity[candidates]
+    place = np.arange(len(entity)) - np.searchsorted(entity, entity)
+    return np.unique(np.concatenate([own, corpus.passage_of(candidates[place < each]),
+                                     rng.integers(0, len(corpus.article), others)]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+class Stop(Exception):
+    """SIGINT or SIGTERM: save, say how to go on, leave."""
+
+
+def optimizer_for(model, schedule, settings):
+    """AdamW; no weight decay on layer norms and biases (app. A)."""
+    slow = {id(p) for name, p in model.named_parameters()
+            if settings.slow_spans and any(part in name for part in ("query", "key", "coref"))}
+    groups = [{"params": [], "weight_decay": decay, "slow": s} for decay in (settings.weight_decay, 0.0) for s in (0, 1)]
+    for p in model.parameters():
+        groups[2 * (p.dim() < 2) + (id(p) in slow)]["params"].append(p)
+    return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, settings.beta2), fused=True)
+
+
+def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra):
+    """Train `model` for schedule.steps steps and leave run.out/<stage>.pt.
+
+    next_batch(step) -> the whole batch of all processes; losses(model, batch) -> {name: (weight, this process's share)};
+    evaluate(model) -> a dictionary for the log, with "score" where the best checkpoint is to be kept;
+    extra: plain values for the checkpoint."""
+    settings, device, path = run.settings, run.device, run.out / f"{stage}.pt"
+    rank, size = ann.rank_and_size()
+    model.to(device).train()
+    optimizer = optimizer_for(model, schedule, settings)
+    step, best = 0, None
+    checkpoint = load_checkpoint(path, stage)
+    if checkpoint is not None:
+        if checkpoint["steps"] != schedule.steps:
+            raise RunError(f"{path} was trained for {checkpoint['steps']} steps, not {schedule.steps}; "
+                           "leave --steps out, or choose another --out")
+        step, best = checkpoint["step"], checkpoint.get("best_score")
+        if step < schedule.steps:
+            load_weights(model, checkpoint["model"], path)
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            say(f"{stage}: going on at step {step}.")
+            if checkpoint["processes"] != size:
+                say(f"  ({size} processes instead of {checkpoint['processes']}: equal up to rounding)")
+    if step >= schedule.steps:
+        say(f"{stage}: already trained ({path}).")
+        return
+    best_weights = checkpoint.get("best") if checkpoint else None
+    if rank == 0:
+        trim_log(run.out / "log.jsonl", stage, step)
+
+    def save():
+        if rank == 0:
+            values = {} if best is None else {"best": best_weights, "best_score": best}
+            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, processes=size,
+                            model=model.state_dict(), optimizer=optimizer.state_dict(), **values, **extra)
+
+    progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
+    sums, n_tokens, since = {}, 0, time.time()
+    interrupted = []
+    handlers = {s: signal.signal(s, lambda number, _: interrupted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    while step < schedule.steps:
+        lr = schedule.lr * min((step + 1) / max(schedule.warmup, 1),
+                               (schedule.steps - step) / max(schedule.steps - schedule.warmup, 1))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (0.1 if group["slow"] and stage == "batch-tome" and step < settings.slow_spans else 1)
+        torch.manual_seed(hash((run.seed, stage == "tome", step, rank)) % 2 ** 31)               # dropout
+        batch = next_batch(step).part(rank, size).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            parts = losses(model, batch)
+            loss = sum(weight * share for weight, share in parts.values())
+        optimizer.zero_grad()
+        loss.backward()
+        ann.sum_gradients(model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        values = {name: float(ann.total(share.detach(), device)) for name, (_, share) in parts.items()}
+        if not np.isfinite(sum(values.values())) or not torch.isfinite(norm):
+            raise RunError(f"{stage}: the loss is not a number at step {step} ({values}); nothing was saved since the "
+                           f"last checkpoint, {path}; a lower learning rate is the usual cure")
+        optimizer.step()
+        step += 1
+        n_tokens += int(ann.total(batch.attention_mask.sum(), device))
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value
+        sums["steps"] = sums.get("steps", 0) + 1
+        progress.update()
+        progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()}, refresh=False)
+        if step % settings.log_every == 0 or step == schedule.steps:
+            n_steps = sums.pop("steps")
+            means = {name: round(value / n_steps, 4) for name, value in sums.items()}
+            seconds = time.time() - since
+            measured = evaluate(model)
+            model.train()
+            run.log({"stage": stage, "step": step, "lr": lr, **means, "tokens_per_second": round(n_tokens / seconds),
+                     **measured})
+            progress.clear()
+            say(f"{stage} {step:5d}  " + "  ".join(f"{name} {value:.3f}" for name, value in means.items())
+                + f"  {describe(measured)}")
+            if "score" in measured and (best is None or measured["score"] > best):
+                best, best_weights = measured["score"], {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
+            sums, n_tokens, since = {}, 0, time.time()
+        stop = int(ann.total(len(interrupted), device)) > 0
+        if step % settings.save_every == 0 or step == schedule.steps or stop:
+            save()
+        if stop:
+            raise Stop(f"Stopped at step {step} of {stage} and saved; the same command goes on from there.")
+    progress.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def trim_log(path, stage, step):
+    """Forget log lines of this stage after `step`: a stage that goes on writes them again."""
+    if path.exists():
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        kept = [line for line in lines if line["stage"] != stage or line["step"] <= step]
+        write_atomically(path, lambda file: file.write("".join(json.dumps(line) + "\n" for line in kept).encode()))
+
+
+def describe(measured):
+    """The log's evaluation in a few words."""
+    parts = []
+    for kind in ("seen", "unseen"):
+        if kind in measured and measured[kind]["n"]:
+            m = measured[kind]
+            parts.append(f"{kind}: masked mentions {m['accuracy']:.2f} (same entity: visible {m['mass_visible']:.2f}, "
+                         f"masked {m['mass_masked']:.2f})")
+    return "  ".join(parts) + (f"dev {measured['score']:.3f}" if "score" in measured else "")
+
+
+class Epochs:
+    """An endless sequence of items, epoch after epoch: order(epoch) -> int64 array, always of the same length.
+
+    Nothing of it needs to be saved: the items of a step follow from the step."""
+
+    def __init__(self, order):
+        self.order, self.epoch, self.items = order, 0, order(0)
+
+    def at(self, step, batch_size):
+        first, batch = step * batch_size, []
+        while batch_size:
+            epoch, offset = divmod(first, len(self.items))
+            if epoch != self.epoch:
+                self.epoch, self.items = epoch, self.order(epoch)
+            batch.append(self.items[offset:offset + batch_size])
+            first, batch_size = first + len(batch[-1]), batch_size - len(batch[-1])
+        return np.concatenate(batch)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stages
+
+
+def stage_batch_tome(run, schedule, init=None):
+    """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
+    settings, corpus = run.settings, run.corpus
+    passages = np.flatnonzero(~corpus.held_out)
+
+    def clusters(epoch):
+        whole = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
+        if len(whole) > 1:
+            whole = [c for c in whole if len(c) == settings.cluster]        # the last one may be smaller
+        return np.concatenate([whole[i] for i in np.random.default_rng([run.seed, epoch]).permutation(len(whole))])
+
+    epochs = Epochs(clusters)
+    # coreference only over the most frequent entities: the rest is not linked for this loss
+    bar = np.sort(corpus.entity_count)[-min(settings.coref_entities, len(corpus.entity_count))]
+    frequent = torch.from_numpy(np.asarray(corpus.entity_count) >= max(bar, 1)).to(run.device)
+    mentions = sample_eval_mentions(run, settings.eval_mentions)
+    support = supporting_passages(corpus, mentions)
+
+    def next_batch(step):
+        return data.make_batch(corpus, epochs.at(step, schedule.batch), np.random.default_rng([run.seed, 1, step]),
+                               settings.mention_rate, settings.token_rate, settings.mentions)
+
+    def losses(model, batch):
+        H, _ = model(batch)
+        z = model.coref(H, batch.row, batch.start, batch.end)
+        return {"mlm": (1 - settings.aux_weight, mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)),
+                "coref": (settings.aux_weight,
+                          coreference_loss(z, torch.where(frequent[batch.entity], batch.entity, 0), batch.passage))}
+
+    def evaluate(model):
+        rank, size = ann.rank_and_size()
+        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
+        return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device), mentions)
+
+    train_stage(run, "batch-tome", new_batch_tome(run, init), schedule, next_batch, losses, evaluate, {})
+
+
+def evaluate_memory(run, tome, memory, mentions):
+    """masked_mentions with the memory, emptied and shuffled."""
+    measured = masked_mentions(tome, run.corpus, memory, mentions, run.device)
+    for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
+        for kind, values in masked_mentions(tome, run.corpus, changed, mentions, run.device).items():
+            measured[kind][control] = values["accuracy"]
+    return measured
+
+
+def stage_memory(run):
+    """The Mention Encoder reads the whole corpus (§2.1.2)."""
+    folder = run.out / "memory"
+    encoder = load_batch_tome(run).encoder
+    if (folder / "manifest.json").exists():
+        manifest = read_manifest(folder, encoder.fingerprint)
+        say(f"memory: already built ({folder}, {manifest['n']:,} mentions).")
+        return
+    build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype))
+    manifest = read_manifest(folder)
+    say(f"memory: {manifest['n']:,} linked mentions, d_K {manifest['key_dim']}, d_V {manifest['value_dim']}, in {folder}")
+
+
+def open_memory(run, fingerprint):
+    """The memory of the whole corpus, and the part of it that training sees: passages that are not held out."""
+    memory = load_memory(run.out / "memory", fingerprint, run.device)
+    train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
+    return memory, memory if bool(train.all()) else memory.select(train)
+
+
+def stage_tome(run, schedule):
+    """TOME over the frozen memory, on passages at random (§2.4)."""
+    settings, corpus = run.settings, run.corpus
+    batch_tome = load_batch_tome(run)
+    fingerprint, tome = batch_tome.encoder.fingerprint, batch_tome.tome
+    memory, training_memory = open_memory(run, fingerprint)
+    training_memory = training_memory.sample(settings.memory_fraction, run.seed)
+    passages = np.flatnonzero(~corpus.held_out)
+    epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 2, epoch]).permutation(passages))
+    mentions = sample_eval_mentions(run, settings.eval_mentions)
+
+    def next_batch(step):
+        return data.make_batch(corpus, epochs.at(step, schedule.batch), np.random.default_rng([run.seed, 3, step]),
+                               settings.mention_rate, settings.token_rate, settings.mentions)
+
+    def losses(model, batch):
+        H, _ = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        z = model.answer(H, batch.row, batch.start, batch.end)
+        found = training_memory.retrieve(z, batch.passage, model.config.k_answer,
+                                         model.config.k_answer_shard)
+        return {"mlm": (1 - settings.aux_weight, mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)),
+                "entity": (settings.aux_weight, entity_prediction_loss(found.scores, found.entity, batch.entity))}
+
+    train_stage(run, "tome", tome, schedule, next_batch, losses,
+                lambda model: evaluate_memory(run, model, memory, mentions), {"encoder": fingerprint})
+
+
+def read_task_examples(run, task, path):
+    """(training, dev) examples: FILE and the FILE whose name says dev instead of train, else a tenth of FILE."""
+    path = Path(path) if path else run.out / "world" / f"{task}.one_hop.train.jsonl"
+    if not path.exists():
+        raise RunError(f"{path}: no such file; --examples wants a file of JSON lines (README, examples)")
+    examples = data.read_examples(path, task)
+    dev = path.with_name(path.name.replace("train", "dev"))
+    if dev != path and dev.exists():
+        return examples, data.read_examples(dev, task)
+    order = np.random.default_rng(0).permutation(len(examples))
+    n_dev = max(1, len(examples) // 10)
+    return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
+
+
+def stage_finetune(run, task, schedule, examples_path):
+    """TOME on claims (SUPPORTS or REFUTES, read off [CLS]) or questions (eq. 10 at an appended [MASK]); app. B.1."""
+    corpus = run.corpus
+    tome, fingerprint = load_tome(run)
+    memory, training_memory = open_memory(run, fingerprint)
+    examples, dev = read_task_examples(run, task, examples_path)
+    entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    if task == "claims":
+        examples = [e for e in examples if e.label is not None]
+    else:           # a question whose answer is no entity of the memory teaches nothing; in evaluation it counts as wrong
+        examples = [e for e in examples if any(a in entity_index for a in e.answers)]
+    if not examples:
+        raise RunError(f"{examples_path}: no example to train on: none has a label or an answer that is in the corpus")
+    epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
+
+    def next_batch(step):
+        return data.example_batch([examples[i] for i in epochs.at(step, schedule.batch)], run.tokenizer, entity_index)
+
+    def losses(model, batch):
+        if task == "claims":
+            logits = claim_logits(model, batch, training_memory)
+            return {"claims": (1.0, share_of_mean(torch.nn.functional.cross_entropy(
+                logits.float(), batch.label, reduction="none")))}
+        found = answer_question(model, batch, training_memory)
+        return {"qa": (1.0, entity_prediction_loss(found.scores, found.entity, batch.answer))}
+
+    def evaluate(model):
+        return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
+
+    train_stage(run, task, tome, schedule, next_batch, losses, evaluate, {"encoder": fingerprint})
+
+
+def claim_logits(tome, batch, memory):
+    """(B, 2): REFUTES, SUPPORTS."""
+    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
+    return tome.claim(H[:, 0])
+
+
+def answer_question(tome, batch, memory):
+    """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
+    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
+    at = batch.answer_mention
+    z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])                        # (B, d_K)
+    return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
+
+
+@torch.no_grad()
+def task_accuracy(run, tome, task, examples, memory, without=None, batch_size=64):
+    """{"accuracy", "n"} and for questions "recall@20"; every process works on the whole batch.
+
+    without: the field of an example ("subject", "bridge") whose article is taken out of the memory for that example."""
+    tome.eval()
+    corpus, right, recalled = run.corpus, [], []
+    entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    article_index = {title: i for i, title in enumerate(corpus.titles)}
+    if without:
+        memory = memory.by_article(corpus.article)
+    for first in range(0, len(examples), batch_size):
+        chosen = examples[first:first + batch_size]
+        batch = data.example_batch(chosen, run.tokenizer, entity_index).to(run.device)
+        if without:
+            articles = torch.tensor([article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
+            batch.passage = articles[batch.row]
+        if task == "claims":
+            right += (claim_logits(tome, batch, memory).argmax(-1) == batch.label).tolist()
+            continue
+        found = answer_question(tome, batch, memory)
+        predicted = predict_entity(found.scores, found.entity).entity.tolist()
+        for example, entity, top in zip(chosen, predicted, found.entity[:, :20].tolist()):
+            answers = {entity_index.get(answer, -1) for answer in example.answers}
+            right.append(entity in answers and entity > 0)
+            recalled.append(any(e in answers and e > 0 for e in top))
+    tome.train()
+    result = {"accuracy": float(np.mean(right)) if right else 0.0, "n": len(right)}
+    if recalled:
+        result["recall@20"] = float(np.mean(recalled))
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def finished(run, stage):
+    """Whether a stage has left its result."""
+    if stage == "memory":
+        return (run.out / "memory" / "manifest.json").exists()
+    checkpoint = load_checkpoint(run.out / f"{stage}.pt", stage)
+    return checkpoint is not None and checkpoint["step"] >= checkpoint["steps"]
+
+
+def parse_arguments(argv):
+    def positive(text):
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+        return int(text)
+
+    parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
+    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--preset", choices=list(PRESETS))
+    parser.add_argument("--corpus", help="JSON lines, plain or .gz (README, corpus); none: the toy world")
+    parser.add_argument("--out", help="folder of the run (default: runs/<preset>)")
+    parser.add_argument("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
+    parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
+    parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
+    parser.add_argument("--steps", type=positive, help="instead of the preset's, for the stage named")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
+    args = parser.parse_args(argv)
+    if (args.stage == "finetune") != (args.task is not None):
+        parser.error("--task goes with --stage finetune, and --stage finetune needs it")
+    if args.examples and args.stage != "finetune":
+        parser.error("--examples goes with --stage finetune")
+    if args.steps and args.stage == "memory":
+        parser.error("--steps does not go with --stage memory: it reads the corpus once")
+    return args
+
+
+def train(args):
+    run = make_run(args)
+    if args.examples and not Path(args.examples).exists():      # before hours of training, not after
+        raise RunError(f"{args.examples}: no such file; --examples wants a file of JSON lines (README, examples)")
+    for stage in STAGES[:STAGES.index(args.stage) + 1]:
+        last = stage == args.stage
+        if not last and finished(run, stage):
+            continue
+        if not last:
+            say(f"Stage {stage} comes first.")
+        started = time.time()
+        schedule = run.settings.schedule.get(args.task if stage == "finetune" else stage)
+        if last and args.steps:
+            schedule = replace(schedule, steps=args.steps, warmup=min(schedule.warmup, args.steps // 10))
+        if stage == "batch-tome":
+            stage_batch_tome(run, schedule, json.loads((run.out / "run.json").read_text())["init"])
+        elif stage == "memory":
+            stage_memory(run)
+        elif stage == "tome":
+            stage_tome(run, schedule)
+        else:
+            stage_finetune(run, args.task, schedule, args.examples)
+        say(f"Stage {stage} done in {time.time() - started:.0f} s.")
+    return run
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    try:
+        if several:
+            cuda = args.device != "cpu" and torch.cuda.is_available()
+            if cuda:
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if cuda else "gloo")
+        run = train(args)
+        if args.stage != "memory":
+            import eval as evaluation       # the report at the end is eval.py's; it imports this file
+            evaluation.report(run, args.stage, args.task)
+        return 0
+    except Stop as stop:
+        say(str(stop))
+        return 130
+    except (RunError, data.DataError, MemoryFolderError, CheckpointError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if several and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
