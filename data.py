@@ -330,6 +330,7 @@ class Corpus:
             for name, size in self.meta["sizes"].items():
                 if len(getattr(self, name)) != size:
                     raise ValueError(f"{name}.bin holds {len(getattr(self, name))} values, not {size}")
+            self.fingerprint = self.meta["crc32"]       # names the very text that a memory was made from
         except (OSError, ValueError, KeyError) as e:
             raise DataError(f"{folder}: not a whole tokenised corpus ({e}); remove it and build again") from e
         self.mention_char = self.mention_char.reshape(-1, 2)
@@ -380,14 +381,16 @@ class Corpus:
 
 def _write_corpus(path, folder, tokenizer, passage_length, max_length):
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
-    sizes, counts, dropped, entity_count = Counter(), Counter(), Counter(), Counter()
+    sizes, counts, dropped, entity_count, crc32 = Counter(), Counter(), Counter(), Counter(), Counter()
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(os.path.join(folder, name + ".bin"), "wb"))
                  for name in Corpus.ARRAYS}
 
         def append(**arrays):
             for name, values in arrays.items():
-                files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
+                raw = np.asarray(values, Corpus.ARRAYS[name]).tobytes()
+                files[name].write(raw)
+                crc32[name] = zlib.crc32(raw, crc32[name])
                 sizes[name] += len(values)
 
         append(passage_start=[0], mention_first=[0], text_start=[0])
@@ -418,8 +421,8 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length):
         what = "no linked mention" if counts["passages"] else "no text"
         raise DataError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts.update(articles=len(titles), entities=len(entities) - 1)
-    meta = dict(counts=counts, dropped=dropped, sizes=sizes, special=special, passage_length=passage_length,
-                max_length=max_length, vocab_size=tokenizer.get_vocab_size())
+    meta = dict(counts=counts, dropped=dropped, sizes=sizes, crc32=crc32, special=special,
+                passage_length=passage_length, max_length=max_length, vocab_size=tokenizer.get_vocab_size())
     for name, values in dict(titles=list(titles), entity_names=list(entities), meta=meta).items():
         with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as file:
             json.dump(values, file)
@@ -884,7 +887,7 @@ def toy_world(seed=0, bridge_sentences=0.0):
     for subject, relation in [*facts[0], *facts[1]]:
         relations_of.setdefault(subject, []).append(relation)
     for (subject, first, second), (bridge, obj) in chains[0].items():
-        if split[subject, first] == split[bridge, second] == "train" and rng.random() < .5:     # half for examples
+        if split[subject, first] == split[bridge, second] == "train" and rng.random() < .5:     # not all
             chains_of.setdefault(subject, []).append((first, second, obj))
     for subject, relations in relations_of.items():
         seen = split[subject, relations[0]] != "unseen"

@@ -145,6 +145,7 @@ def init_weights(module, std):
 # Reading a published BERT checkpoint
 
 SAFETENSORS_DTYPE = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
+GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}        # config.json's name -> torch's
 
 
 class CheckpointError(Exception):
@@ -174,18 +175,46 @@ def read_safetensors(path):
     return tensors
 
 
-def load_bert(folder, config):
-    """Read a BERT folder (config.json, model.safetensors or pytorch_model.bin; keys with or without `bert.`).
-
-    Returns (config, embeddings, layers, mlm): config with BERT's dimensions, then state dictionaries of Embeddings, of
-    each TransformerLayer and of MLMHead (None where the checkpoint has no MLM head). Raises CheckpointError."""
+def bert_config(folder, config):
+    """`config` with the dimensions of the BERT in that folder (config.json, vocab.txt). Its layers are divided as the
+    paper's are, 4 of 12 below the first memory layer (§4.1). Raises CheckpointError."""
     folder = Path(folder)
     try:
         bert = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no config.json there; --init wants the folder of a BERT checkpoint") from None
+        with open(folder / "vocab.txt", encoding="utf-8") as file:
+            n_words = sum(1 for _ in file)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{error.filename} is missing; --init wants the folder of a BERT checkpoint, with "
+                              "config.json, vocab.txt and model.safetensors or pytorch_model.bin") from None
     except ValueError as error:
-        raise CheckpointError(f"{folder}/config.json is not JSON: {error}") from None
+        raise CheckpointError(f"{folder}: config.json or vocab.txt cannot be read ({error})") from None
+    try:
+        n_layers = bert["num_hidden_layers"]
+        # TOME-2 wants two blocks of the same depth
+        n_block = (n_layers - n_layers // 3) // config.n_blocks * config.n_blocks
+        config = replace(config, vocab_size=bert["vocab_size"], hidden=bert["hidden_size"],
+                         n_heads=bert["num_attention_heads"], intermediate=bert["intermediate_size"],
+                         max_positions=bert["max_position_embeddings"], n_initial=n_layers - n_block, n_block=n_block,
+                         gelu=GELU.get(bert.get("hidden_act", "gelu")))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}/config.json has no {error}; is it a BERT model?") from None
+    if bert.get("model_type", "bert") != "bert":        # RoBERTa's names are the same, its positions are not
+        raise CheckpointError(f"{folder}/config.json is that of a {bert['model_type']} model; --init wants a BERT")
+    if config.gelu is None:
+        raise CheckpointError(f"{folder}/config.json: hidden_act {bert['hidden_act']} is none of {', '.join(GELU)}")
+    if n_words != config.vocab_size:
+        raise CheckpointError(f"{folder}/vocab.txt has {n_words} entries, config.json says {config.vocab_size}")
+    if n_block == 0:
+        raise CheckpointError(f"{folder}: {n_layers} layers are too few for {config.n_blocks} blocks")
+    return config
+
+
+def load_bert(folder, config):
+    """Read a BERT folder: bert_config's files, and weights whose names may or may not begin with `bert.`.
+
+    Returns (config, embeddings, layers, mlm): config as bert_config's, then state dictionaries of Embeddings, of each
+    TransformerLayer and of MLMHead (None where the checkpoint has no MLM head). Raises CheckpointError."""
+    folder, config = Path(folder), bert_config(folder, config)
     if (folder / "model.safetensors").exists():
         file = folder / "model.safetensors"
         raw = read_safetensors(file)
@@ -193,20 +222,13 @@ def load_bert(folder, config):
         file = folder / "pytorch_model.bin"
         try:
             raw = torch.load(file, map_location="cpu", weights_only=True)    # never unpickle a stranger's objects
+            raw = {name: tensor for name, tensor in raw.items() if isinstance(tensor, torch.Tensor)}
         except Exception as error:
-            raise CheckpointError(f"{file} cannot be read ({str(error).splitlines()[0]})") from None
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"{file} cannot be read ({reason})") from None
     else:
         raise CheckpointError(f"{folder}: neither model.safetensors nor pytorch_model.bin there")
-    raw = {name.removeprefix("bert."): tensor.float() for name, tensor in raw.items()
-           if torch.is_floating_point(tensor)}
-    try:
-        n_layers = bert["num_hidden_layers"]
-        config = replace(config, vocab_size=bert["vocab_size"], hidden=bert["hidden_size"],
-                         n_heads=bert["num_attention_heads"], intermediate=bert["intermediate_size"],
-                         max_positions=bert["max_position_embeddings"],
-                         gelu="none" if bert.get("hidden_act", "gelu") == "gelu" else "tanh")
-    except KeyError as error:
-        raise CheckpointError(f"{folder}/config.json has no {error}; is it a BERT model?") from None
+    raw = {name.removeprefix("bert."): tensor.float() for name, tensor in raw.items() if tensor.is_floating_point()}
 
     def take(name, *shape):
         """The tensor of that name (older files say gamma and beta), its shape checked."""
@@ -227,12 +249,11 @@ def load_bert(folder, config):
                   "segment.weight": take("embeddings.token_type_embeddings.weight", 2, d),
                   **both("embeddings.LayerNorm", "norm", d)}
     layers = []
-    for i in range(n_layers):
+    for i in range(config.n_initial + config.n_block):
         p = f"encoder.layer.{i}."
-        qkv = [both(f"{p}attention.self.{name}", name, d, d) for name in ("query", "key", "value")]
-        layers.append({"attention.qkv.weight": torch.cat([t[f"{n}.weight"] for t, n in zip(qkv, ("query", "key", "value"))]),
-                       "attention.qkv.bias": torch.cat([t[f"{n}.bias"] for t, n in zip(qkv, ("query", "key", "value"))]),
-                       **both(p + "attention.output.dense", "attention.out", d, d),
+        qkv = [both(f"{p}attention.self.{name}", "", d, d) for name in ("query", "key", "value")]
+        layer = {"attention.qkv" + end: torch.cat([part[end] for part in qkv]) for end in (".weight", ".bias")}
+        layers.append({**layer, **both(p + "attention.output.dense", "attention.out", d, d),
                        **both(p + "attention.output.LayerNorm", "attention_norm", d),
                        **both(p + "intermediate.dense", "up", f, d), **both(p + "output.dense", "down", d, f),
                        **both(p + "output.LayerNorm", "norm", d)})

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import ann
 import data
-from encoder import CheckpointError, Config, load_bert
+from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import (MemoryFolderError, MentionMemory, build_memory, checksum, encode_passages, load_memory,
                     read_manifest, write_atomically, write_json)
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, init_retrieval, mlm_loss, predict_entity,
@@ -75,11 +75,11 @@ class Settings:
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred real articles.
 PRESETS = {
     "base": {},
-    "mini": dict(hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_block=2, max_positions=256, key_dim=64,
-                 value_dim=256, coref_dim=64, dropout=0.1, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
-                 passage_length=96, max_length=256, vocab=16000, cluster=64, memory_fraction=1.0,
-                 memory_dtype="float32", beta2=0.98, log_every=250, save_every=250, eval_mentions=500,
-                 schedule={"batch-tome": Schedule(4000, 1e-3, 400, 64), "tome": Schedule(1500, 5e-4, 150, 64),
+    "mini": dict(hidden=128, n_heads=8, intermediate=512, n_initial=3, n_block=1, max_positions=256, key_dim=64,
+                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
+                 passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
+                 memory_dtype="float32", beta2=0.98, slow_spans=400, log_every=100, save_every=100, eval_mentions=300,
+                 schedule={"batch-tome": Schedule(1600, 2e-3, 150, 64), "tome": Schedule(500, 1e-3, 50, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
     # weights start as in init_toy, and the span layers that retrieve learn at a tenth of the rate for `slow_spans`
@@ -167,13 +167,14 @@ def make_run(args):
         defaults = {"preset": "toy", "seed": 0, "blocks": 1, "corpus": None, "init": None}
         old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
     settings, config = preset(old["preset"], old["blocks"])
+    if old["init"]:         # its dimensions stay in run.json: the run needs the folder only to start
+        if "bert" not in old:
+            old["bert"] = asdict(bert_config(old["init"], config))
+        config = Config(**old["bert"])
     if ann.rank_and_size()[0] == 0:
         prepare_corpus(out, old, settings)
     ann.barrier()
     corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
-    if old["init"]:
-        config = load_bert(old["init"], config)[0]
-        config = replace(config, n_initial=config.n_initial if config.n_initial < 4 else 4)
     config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0))
     return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device))
 
@@ -200,10 +201,7 @@ def prepare_corpus(out, run, settings):
     if not (out / "corpus").exists():
         say(f"Tokenising {source}.")
         if run["init"]:
-            vocab = Path(run["init"]) / "vocab.txt"
-            if not vocab.exists():
-                raise RunError(f"{vocab}: no such file; --init wants the folder of a BERT checkpoint")
-            tokenizer = data.load_tokenizer(vocab)
+            tokenizer = data.load_tokenizer(Path(run["init"]) / "vocab.txt")
         else:
             tokenizer = data.train_tokenizer((text.text for text in data.read_corpus(source)), settings.vocab)
         corpus = data.Corpus.build(source, out / "corpus", tokenizer, settings.passage_length, settings.max_length)
@@ -235,7 +233,7 @@ def load_checkpoint(path, stage):
     except RunError:
         raise
     except Exception as error:
-        raise RunError(f"{path} is damaged ({str(error).splitlines()[0][:100]}); "
+        raise RunError(f"{path} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:100]}); "
                        "delete it to train this stage again") from None
     return checkpoint
 
@@ -392,13 +390,13 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     rank, size = ann.rank_and_size()
     model.to(device).train()
     optimizer = optimizer_for(model, schedule, settings)
-    step, best = 0, None
+    step, best, sums = 0, None, {}                  # sums: of what is logged next
     checkpoint = load_checkpoint(path, stage)
     if checkpoint is not None:
         if checkpoint["steps"] != schedule.steps:
             raise RunError(f"{path} was trained for {checkpoint['steps']} steps, not {schedule.steps}; "
                            "leave --steps out, or choose another --out")
-        step, best = checkpoint["step"], checkpoint.get("best_score")
+        step, best, sums = checkpoint["step"], checkpoint.get("best_score"), checkpoint["sums"]
         if step < schedule.steps:
             load_weights(model, checkpoint["model"], path)
             optimizer.load_state_dict(checkpoint["optimizer"])
@@ -415,11 +413,11 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     def save():
         if rank == 0:
             values = {} if best is None else {"best": best_weights, "best_score": best}
-            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, processes=size,
+            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, processes=size, sums=sums,
                             model=model.state_dict(), optimizer=optimizer.state_dict(), **values, **extra)
 
     progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
-    sums, n_tokens, since = {}, 0, time.time()
+    n_tokens, since = 0, time.time()
     interrupted = []
     handlers = {s: signal.signal(s, lambda number, _: interrupted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     while step < schedule.steps:

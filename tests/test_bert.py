@@ -1,0 +1,433 @@
+"""Reading BERT checkpoints as they are published, and starting from one.   python -m pytest tests/test_bert.py
+
+    TOME_BERT=FOLDER python -m pytest tests/test_bert.py      # compares a real one with transformers, if installed
+"""
+import json
+import math
+import os
+import pickle
+import struct
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import train
+from encoder import CheckpointError, Config, Embeddings, MLMHead, TransformerBlock, bert_config, load_bert
+from tome import TOME, BatchTOME, coreference_loss, mlm_loss
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", *LETTERS, *("##" + c for c in LETTERS)]
+DIMS = {"vocab_size": len(VOCAB), "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "intermediate_size": 20, "max_position_embeddings": 256, "type_vocab_size": 2, "hidden_act": "gelu",
+        "model_type": "bert"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A BERT, written down a second time
+
+
+def random_bert(dims=DIMS, mlm=True, seed=0):
+    """Tensors under their published names, without prefix."""
+    g, d, f, v = torch.Generator().manual_seed(seed), dims["hidden_size"], dims["intermediate_size"], dims["vocab_size"]
+    w = {}
+
+    def linear(name, n_out, n_in):
+        w[name + ".weight"] = torch.randn(n_out, n_in, generator=g) / n_in ** 0.5
+        w[name + ".bias"] = torch.randn(n_out, generator=g) * 0.1
+
+    def norm(name):
+        w[name + ".LayerNorm.weight"] = 1 + 0.1 * torch.randn(d, generator=g)
+        w[name + ".LayerNorm.bias"] = 0.1 * torch.randn(d, generator=g)
+
+    for name, n in (("word", v), ("position", dims["max_position_embeddings"]), ("token_type", 2)):
+        w[f"embeddings.{name}_embeddings.weight"] = torch.randn(n, d, generator=g)
+    norm("embeddings")
+    for i in range(dims["num_hidden_layers"]):
+        p = f"encoder.layer.{i}."
+        for name in ("query", "key", "value"):
+            linear(p + "attention.self." + name, d, d)
+        linear(p + "attention.output.dense", d, d)
+        norm(p + "attention.output")
+        linear(p + "intermediate.dense", f, d)
+        linear(p + "output.dense", d, f)
+        norm(p + "output")
+    linear("pooler.dense", d, d)                                # there, and of no use to us
+    if mlm:
+        linear("cls.predictions.transform.dense", d, d)
+        norm("cls.predictions.transform")
+        w["cls.predictions.bias"] = torch.randn(v, generator=g)
+    return w
+
+
+def gelu(x, name="gelu"):
+    if name == "gelu":
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))) / 2
+
+
+def bert_forward(w, tokens, mask, dims=DIMS):
+    """Hidden states after the embeddings and after each layer, and MLM logits: one head of one passage at a time."""
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w[name + ".bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-12)
+        return x * w[name + ".LayerNorm.weight"] + w[name + ".LayerNorm.bias"]
+
+    embedding = {name: w[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")}
+    x = embedding["word"][tokens] + embedding["position"][:tokens.shape[1]] + embedding["token_type"][0]
+    states = [norm(x, "embeddings")]
+    for i in range(dims["num_hidden_layers"]):
+        x, p = states[-1], f"encoder.layer.{i}."
+        q, k, v = (linear(x, f"{p}attention.self.{name}") for name in ("query", "key", "value"))
+        context, size = torch.zeros_like(x), x.shape[-1] // dims["num_attention_heads"]
+        for b in range(len(x)):
+            for first in range(0, x.shape[-1], size):
+                head = slice(first, first + size)
+                scores = q[b, :, head] @ k[b, :, head].T / math.sqrt(size)
+                scores[:, ~mask[b]] = -math.inf
+                context[b, :, head] = torch.softmax(scores, -1) @ v[b, :, head]
+        x = norm(x + linear(context, p + "attention.output.dense"), p + "attention.output")
+        middle = gelu(linear(x, p + "intermediate.dense"), dims["hidden_act"])
+        states.append(norm(x + linear(middle, p + "output.dense"), p + "output"))
+    if "cls.predictions.bias" not in w:
+        return states, None
+    x = gelu(linear(states[-1], "cls.predictions.transform.dense"), dims["hidden_act"])
+    return states, norm(x, "cls.predictions.transform") @ embedding["word"].T + w["cls.predictions.bias"]
+
+
+def write_safetensors(path, tensors):
+    names = {np.dtype("float32"): "F32", np.dtype("float16"): "F16", np.dtype("int64"): "I64"}
+    header, body = {"__metadata__": {"format": "pt"}}, b""
+    for name, tensor in tensors.items():
+        array = tensor.numpy()
+        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape),
+                        "data_offsets": [len(body), len(body) + array.nbytes]}
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def write_bert(folder, tensors=None, dims=DIMS, kind="safetensors", prefix="bert.", old_names=False):
+    """A folder as they are published."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dims))
+    (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+    tensors = random_bert(dims) if tensors is None else tensors
+    published = {(name if name.startswith("cls.") else prefix + name): tensor for name, tensor in tensors.items()}
+    published[prefix + "embeddings.position_ids"] = torch.arange(dims["max_position_embeddings"])[None]
+    if old_names:
+        published = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"):
+                     tensor for name, tensor in published.items()}
+    if kind == "safetensors":
+        write_safetensors(folder / "model.safetensors", published)
+    else:
+        torch.save(published, folder / "pytorch_model.bin")
+    return folder
+
+
+def read(folder):
+    """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
+    config, *states, mlm = load_bert(folder, Config(dropout=0.0))
+    embeddings, block = Embeddings(config), TransformerBlock(config, len(states[1]))
+    embeddings.load_state_dict(states[0])
+    for layer, state in zip(block.layers, states[1]):
+        layer.load_state_dict(state)
+    head = None if mlm is None else MLMHead(config)
+    if head is not None:
+        head.load_state_dict(mlm)
+    return embeddings, block, head
+
+
+def padded_passages():
+    mask = torch.arange(9) < torch.tensor([[9], [6], [1]])
+    return torch.randint(5, len(VOCAB), mask.shape, generator=torch.Generator().manual_seed(5)) * mask, mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layouts
+
+
+@pytest.mark.parametrize("old_names", [False, True], ids=["weight-bias", "gamma-beta"])
+@pytest.mark.parametrize("mlm", [True, False], ids=["mlm", "no-mlm"])
+@pytest.mark.parametrize("prefix", ["bert.", ""], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@torch.no_grad()
+def test_a_checkpoint_of_any_published_layout_gives_berts_hidden_states(tmp_path, kind, prefix, mlm, old_names):
+    dims = {**DIMS, "hidden_act": "gelu" if mlm else "gelu_new"}
+    tensors = random_bert(dims, mlm)
+    embeddings, block, head = read(write_bert(tmp_path, tensors, dims, kind, prefix, old_names))
+    tokens, mask = padded_passages()
+    states, logits = bert_forward(tensors, tokens, mask, dims)
+    H = embeddings(tokens)
+    torch.testing.assert_close(H, states[0], atol=1e-5, rtol=0)
+    for layer, state in zip(block.layers, states[1:], strict=True):
+        H = layer(H, mask)
+        torch.testing.assert_close(H[mask], state[mask], atol=1e-5, rtol=0)
+    assert (head is None) == (not mlm)
+    if mlm:
+        torch.testing.assert_close(head(H, embeddings.word.weight)[mask], logits[mask], atol=2e-5, rtol=0)
+
+
+def test_half_precision_weights_are_read_as_float32(tmp_path):
+    tensors = {name: tensor.half() for name, tensor in random_bert().items()}
+    _, block, _ = read(write_bert(tmp_path, tensors))
+    down = block.layers[0].down.weight
+    assert down.dtype == torch.float32
+    assert torch.equal(down, tensors["encoder.layer.0.output.dense.weight"].float())
+
+
+@pytest.mark.parametrize("n_layers, n_blocks, split", [
+    (12, 1, (4, 8)), (12, 2, (4, 8)), (6, 1, (2, 4)), (6, 2, (2, 4)), (5, 2, (1, 4)), (4, 1, (1, 3)), (4, 2, (2, 2))])
+def test_a_third_of_the_layers_lies_below_the_first_memory_layer_as_in_the_paper(tmp_path, n_layers, n_blocks, split):
+    write_bert(tmp_path, {}, {**DIMS, "num_hidden_layers": n_layers})
+    config = bert_config(tmp_path, Config(n_blocks=n_blocks))
+    assert (config.n_initial, config.n_block) == split
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2])
+@torch.no_grad()
+def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(tmp_path, capsys, n_blocks):
+    folder, tensors = write_bert(tmp_path, random_bert(mlm=n_blocks == 1)), random_bert(mlm=n_blocks == 1)
+    config = bert_config(folder, Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_blocks=n_blocks))
+    run = SimpleNamespace(seed=0, config=config, corpus=SimpleNamespace(special={}))
+    tome = train.new_batch_tome(run, folder).tome
+    tokens, mask = padded_passages()
+    states, logits = bert_forward(tensors, tokens, mask)
+    torch.testing.assert_close(tome(tokens, mask)[0][mask], states[-1][mask], atol=1e-5, rtol=0)
+    assert ("has no MLM head: made a fresh one" in capsys.readouterr().out) == (n_blocks == 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can be wrong
+
+
+class Malicious:
+    """Unpickling it would make a file."""
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def change(**values):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({**DIMS, **values}))
+
+
+def without(key):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({k: v for k, v in DIMS.items() if k != key}))
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def other_tensors(edit):
+    """The weights after edit(tensors)."""
+    def damage(folder):
+        tensors = random_bert()
+        edit(tensors)
+        write_bert(folder, tensors)
+    return damage
+
+
+def other_dtype(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content.replace(b'"F32"', b'"U32"', 1))
+
+
+def only_bin(content):
+    def damage(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(content(folder) if callable(content) else content)
+    return damage
+
+
+def legacy_pickle(folder):
+    return pickle.dumps(Malicious(folder / "harm"), protocol=2)
+
+
+def zipped_pickle(folder):
+    torch.save({"embeddings": Malicious(folder / "harm")}, folder / "other")
+    return (folder / "other").read_bytes()
+
+
+def half_a_bin(folder):
+    torch.save(random_bert(), folder / "other")
+    return (folder / "other").read_bytes()[:5000]
+
+
+DAMAGES = {
+    "no config.json": (remove("config.json"), "config.json is missing"),
+    "no vocab.txt": (remove("vocab.txt"), "vocab.txt is missing"),
+    "no weights": (remove("model.safetensors"), "neither model.safetensors nor pytorch_model.bin"),
+    "config.json is no JSON": (write("config.json", b"{"), "cannot be read"),
+    "config.json is a list": (write("config.json", b"[]"), "is it a BERT model"),
+    "config.json without layers": (without("num_hidden_layers"), "has no 'num_hidden_layers'"),
+    "another kind of model": (change(model_type="roberta"), "is that of a roberta model"),
+    "another activation": (change(hidden_act="relu"), "hidden_act relu is none of gelu"),
+    "too few layers": (change(num_hidden_layers=0), "0 layers are too few"),
+    "a shorter vocab.txt": (write("vocab.txt", b"a\nb\n"), f"vocab.txt has 2 entries, config.json says {len(VOCAB)}"),
+    "another vocab_size": (change(vocab_size=7), f"vocab.txt has {len(VOCAB)} entries, config.json says 7"),
+    "a wrong shape": (change(intermediate_size=24),
+                      r"intermediate.dense.weight is \(20, 12\), config.json implies \(24, 12\)"),
+    "a missing layer": (change(num_hidden_layers=4), "no tensor encoder.layer.3"),
+    "a missing tensor": (other_tensors(lambda w: w.pop("encoder.layer.1.output.dense.bias")),
+                         "no tensor encoder.layer.1.output.dense.bias"),
+    "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "no tensor cls.predictions.bias"),
+    "an unknown type": (other_dtype, "has type U32, which is not supported"),
+    "a .bin that is none": (only_bin(b"not a checkpoint"), "pytorch_model.bin cannot be read"),
+    "an empty .bin": (only_bin(b""), "pytorch_model.bin cannot be read"),
+    "a truncated .bin": (only_bin(half_a_bin), "pytorch_model.bin cannot be read"),
+    "a .bin of a list": (only_bin(lambda folder: torch.save([1], folder / "x") or (folder / "x").read_bytes()),
+                         "pytorch_model.bin cannot be read"),
+    "a malicious .bin": (only_bin(legacy_pickle), "pytorch_model.bin cannot be read"),
+    "a malicious zipped .bin": (only_bin(zipped_pickle), "pytorch_model.bin cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
+def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, damage, message):
+    damage(write_bert(tmp_path / "bert"))
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_bert(tmp_path / "bert", Config())
+    assert "\n" not in str(error.value) and str(tmp_path / "bert") in str(error.value)
+    assert not (tmp_path / "bert" / "harm").exists()
+
+
+def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
+    write_bert(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    header, = struct.unpack("<Q", whole[:8])
+    for length in [0, 1, 7, 8, 9, 8 + header // 2, 7 + header, 8 + header, 9 + header,
+                   (8 + header + len(whole)) // 2, len(whole) - 1]:
+        file.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="model.safetensors: not a whole safetensors file") as error:
+            load_bert(tmp_path, Config())
+        assert "\n" not in str(error.value), length
+    file.write_bytes(whole)
+    load_bert(tmp_path, Config())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --init, a real checkpoint, and the paper's size
+
+
+def write_corpus(path):
+    """A few dozen passages about letters."""
+    rng, lines = np.random.default_rng(0), []
+    for i in range(48):
+        words = ["".join(rng.choice(list(LETTERS), 3)) for _ in range(6)]
+        words += [f"place{c}" for c in rng.choice(list("abcdef"), 3, replace=False)]
+        text, mentions = " ".join(words), []
+        for word in words[6:]:
+            mentions.append({"start": text.index(word), "end": text.index(word) + len(word), "entity": word})
+        lines.append(json.dumps({"title": f"article {i}", "text": text, "mentions": mentions,
+                                 "split": "train" if i < 40 else "held_out"}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks, capsys):
+    bert, out = write_bert(tmp_path / "bert", random_bert(mlm=False)), tmp_path / "run"
+    command = ["--stage", "batch-tome", "--preset", "mini", "--blocks", str(blocks), "--init", str(bert), "--corpus",
+               str(write_corpus(tmp_path / "corpus.jsonl")), "--out", str(out), "--steps", "2", "--device", "cpu"]
+    assert train.main(command) == 0
+    assert "has no MLM head: made a fresh one" in capsys.readouterr().out
+    model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
+    assert model["encoder.tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
+    tokenizer = data.load_tokenizer(out / "corpus" / "tokenizer.json")
+    assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
+    (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
+    run = train.make_run(train.parse_arguments(["--stage", "tome", "--out", str(out)]))
+    train.load_batch_tome(run)
+    assert (run.config.n_initial, run.config.n_block, run.config.n_blocks) == ((1, 2, 1), (1, 2, 2))[blocks - 1]
+
+
+def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, capsys):
+    assert train.main(["--stage", "batch-tome", "--init", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "config.json is missing" in error
+    assert not (tmp_path / "run").exists()
+
+
+SENTENCES = ["The Eiffel Tower stands in Paris.", "Yes.", "Marie Curie, born in Warsaw, shared the 1903 Nobel Prize in "
+             "Physics with her husband Pierre and with Henri Becquerel."]
+
+
+@torch.no_grad()
+def test_a_real_bert_gives_the_hidden_states_of_transformers_on_padded_sentences():
+    folder = os.environ.get("TOME_BERT")
+    if not folder:
+        pytest.skip("set TOME_BERT to the folder of a BERT checkpoint")
+    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    tokenizer = data.load_tokenizer(os.path.join(folder, "vocab.txt"))
+    cls, sep = (data.special_ids(tokenizer)[token] for token in (data.CLS, data.SEP))
+    ids = [[cls, *tokenizer.encode(sentence, add_special_tokens=False).ids, sep] for sentence in SENTENCES]
+    assert ids == transformers.AutoTokenizer.from_pretrained(folder)(SENTENCES)["input_ids"]
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in ids], batch_first=True)
+    mask = torch.arange(tokens.shape[1]) < torch.tensor([[len(x)] for x in ids])
+    theirs = transformers.BertModel.from_pretrained(folder, attn_implementation="eager").eval()(
+        tokens, mask.long(), output_hidden_states=True).hidden_states
+    embeddings, block, _ = read(folder)
+    ours = [embeddings(tokens)]
+    for layer in block.eval().layers:
+        ours.append(layer(ours[-1], mask))
+    largest = [float((a - b)[mask].abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    print("largest difference after the embeddings and each layer:", " ".join(f"{x:.1e}" for x in largest))
+    assert max(largest) < 1e-4
+
+
+def n_parameters(*modules):
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_blocks", [1, 2])
+def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks):
+    settings, config = train.preset("base", n_blocks)
+    model = BatchTOME(TOME(config))
+    tome, encoder = model.tome, model.encoder
+    assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]
+    # "Consistent with retrieve-and-read, we count the parameters of the Mention Encoder and TOME, but not the size of
+    # the non-trainable and sparsely accessed Mention Memory" (§4.2). Once BATCH-TOME is trained the two are two: the
+    # Mention Encoder is frozen, TOME goes on. Each has a BERT of its own, the encoder two span layers on it; TOME its
+    # memory layers, MLM head and the span layer of entity prediction. Tied embeddings count once, no task's head does.
+    in_encoder = n_parameters(tome.embeddings, tome.initial, *(block.transformer for block in tome.blocks),
+                              encoder.key, encoder.value)
+    in_tome = n_parameters(tome) - n_parameters(tome.claim)
+    print(f"TOME-{n_blocks}: Mention Encoder {in_encoder / 1e6:.1f}M + TOME {in_tome / 1e6:.1f}M "
+          f"= {(in_encoder + in_tome) / 1e6:.1f}M parameters")
+    assert 109e6 < in_encoder < 111e6 and 109e6 < in_tome < 112e6
+    assert round((in_encoder + in_tome) / 1e6, -1) == 220
+
+    tokens = torch.randint(1000, config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    nothing = torch.full((4,), -1)
+    row = torch.tensor([0, 0, 1, 1])
+    batch = data.Batch(tokens=tokens, unmasked=tokens.clone(), attention_mask=tokens > 0, row=row, passage=row,
+                       start=torch.tensor([1, 9, 2, 12]), end=torch.tensor([4, 12, 5, 15]),
+                       entity=torch.tensor([1, 2, 1, 3]), masked=nothing > 0, target_index=torch.tensor([3, 40]),
+                       target=torch.tensor([2000, 3000]), target_mention=nothing[:2], mention=nothing)
+    optimizer = train.optimizer_for(model, settings.schedule["batch-tome"], settings)
+    before = [p.detach().sum(dtype=torch.float64) for p in model.parameters()]
+    H, _ = model.train()(batch)
+    z = model.coref(H, batch.row, batch.start, batch.end)
+    loss = ((1 - settings.aux_weight) * mlm_loss(tome.mlm_logits(H, batch.target_index), batch.target)
+            + settings.aux_weight * coreference_loss(z, batch.entity, batch.passage))
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+    unmoved = {name for (name, p), old in zip(model.named_parameters(), before)
+               if p.detach().sum(dtype=torch.float64) == old}
+    assert unmoved == {name for name, _ in model.named_parameters() if "answer" in name or "claim" in name}

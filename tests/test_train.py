@@ -1,0 +1,284 @@
+"""Stages, files, going on, several processes.   python -m pytest tests/test_train.py"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import eval as evaluation
+import memory as memory_file
+import train
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 1, "cluster": 16, "log_every": 4,
+        "save_every": 2, "eval_mentions": 20,
+        "schedule": {name: train.Schedule(4, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(train.PRESETS, "toy", TINY)
+
+
+def run(*arguments):
+    return train.main([str(a) for a in arguments])
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def trained_once(small_world, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train.PRESETS, "toy", TINY)
+        assert run("--stage", "tome", "--corpus", small_world, "--out", out) == 0
+    return out
+
+
+@pytest.fixture
+def trained(tiny, trained_once, tmp_path):
+    """A run of all stages, a few steps each: a copy, to be spoilt."""
+    return Path(shutil.copytree(trained_once, tmp_path / "run"))
+
+
+def test_one_command_runs_every_stage_and_reports(trained, capsys):
+    assert {p.name for p in trained.iterdir()} >= {"run.json", "corpus", "batch-tome.pt", "memory", "tome.pt", "log.jsonl"}
+    log = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
+    assert [(r["stage"], r["step"]) for r in log] == [("batch-tome", 4), ("tome", 4)]
+    assert {"mlm", "coref", "seen", "unseen", "tokens_per_second"} <= log[0].keys()
+    assert {"accuracy", "emptied", "shuffled", "mass_visible", "mass_masked"} <= log[1]["seen"].keys()
+    capsys.readouterr()
+    assert evaluation.main(["--out", str(trained), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["masked_mention"]["unseen"].keys() >= {"memory", "emptied", "shuffled", "n"}
+    assert figures["same_entity_mass"]["seen"].keys() >= {"visible", "masked"}
+
+
+def test_the_same_command_again_changes_nothing(trained, small_world):
+    before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+    assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
+    assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("stage", ["batch-tome", "tome"])
+def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, small_world, tmp_path, stage, monkeypatch):
+    whole, log = weights(trained / f"{stage}.pt"), (trained / "log.jsonl").read_text()
+    (trained / f"{stage}.pt").unlink()
+    real = torch.optim.AdamW.step
+    calls = []
+
+    def dies(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:                     # after the checkpoint of step 2
+            raise OSError("pulled the plug")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", dies)
+    assert run("--stage", stage, "--corpus", small_world, "--out", trained) == 1
+    assert torch.load(trained / f"{stage}.pt", weights_only=True)["step"] == 2
+    monkeypatch.setattr(torch.optim.AdamW, "step", real)
+    assert run("--stage", stage, "--corpus", small_world, "--out", trained) == 0
+    assert equal(whole, weights(trained / f"{stage}.pt"))
+
+    def strip(text):
+        return sorted(json.dumps({k: v for k, v in json.loads(line).items() if k != "tokens_per_second"})
+                      for line in text.splitlines())
+    assert strip(log) == strip((trained / "log.jsonl").read_text())
+
+
+def test_two_seeds_differ(tiny, small_world, tmp_path):
+    for seed in (0, 1):
+        run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path / str(seed), "--seed", seed)
+    assert not equal(weights(tmp_path / "0/batch-tome.pt"), weights(tmp_path / "1/batch-tome.pt"))
+
+
+def test_tome_2_has_two_memory_layers_and_trains(small_world, tmp_path, monkeypatch):
+    out = tmp_path / "two"
+    monkeypatch.setitem(train.PRESETS, "toy", {**TINY, "n_initial": 2})
+    assert run("--stage", "tome", "--corpus", small_world, "--out", out, "--blocks", 2) == 0
+    loaded, tome, memory = evaluation.open_run(out)
+    assert len(tome.blocks) == 2 and loaded.config.n_blocks == 2
+
+
+@pytest.mark.parametrize("task", ["claims", "qa"])
+def test_fine_tuning_keeps_the_best_dev_checkpoint(trained, small_world, tmp_path, task):
+    _, examples = data.toy_world(seed=3)
+    names = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
+    rows = [e for e in examples[f"{task}.one_hop.train"] if e["subject"] in names][:64]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("--stage", "finetune", "--task", task, "--examples", file, "--out", trained) == 0
+    checkpoint = torch.load(trained / f"{task}.pt", weights_only=True)
+    assert 0 <= checkpoint["best_score"] <= 1 and checkpoint["best"].keys() == checkpoint["model"].keys()
+    assert evaluation.main(["--out", str(trained), "--task", task, "--examples", str(file), "--json"]) == 0
+
+
+# -- the memory's files
+
+
+def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
+    loaded, tome, table = evaluation.open_run(trained)
+    corpus, model = loaded.corpus, train.load_batch_tome(loaded).eval()
+    assert len(table) == (corpus.mention_entity > 0).sum()
+    for m in (0, 7, len(table) - 1):
+        mention = int(table.mention[m])
+        passage = int(corpus.passage_of(mention))
+        tokens = torch.from_numpy(corpus.tokens[corpus.passage_start[passage]:corpus.passage_start[passage + 1]].copy())[None].long()
+        spans = [torch.tensor([x]) for x in (0, int(corpus.mention_start[mention]), int(corpus.mention_end[mention]))]
+        with torch.no_grad():
+            key, value = model.encoder(tokens, torch.ones_like(tokens, dtype=torch.bool), *spans)
+        torch.testing.assert_close(table.keys[m], key[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(table.values[m], value[0], atol=1e-4, rtol=1e-4)
+        assert table.entity[m] == corpus.mention_entity[mention] and table.passage[m] == passage
+
+
+def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small_world, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
+    run("--stage", "memory", "--corpus", small_world, "--out", tmp_path)
+    files = {p.name: p.read_bytes() for p in (tmp_path / "memory").iterdir()}
+    assert sum(name.startswith("keys") for name in files) > 2
+    for name in ("manifest.json", "shard-00001.json", "keys-00001.npy"):
+        (tmp_path / "memory" / name).unlink()
+    kept = (tmp_path / "memory" / "keys-00000.npy").stat().st_mtime_ns
+    assert run("--stage", "memory", "--corpus", small_world, "--out", tmp_path) == 0
+    assert files == {p.name: p.read_bytes() for p in (tmp_path / "memory").iterdir()}
+    assert (tmp_path / "memory" / "keys-00000.npy").stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize("damage, words", [("flip", "damaged"), ("truncate", "damaged"), ("missing", "missing"),
+                                           ("manifest", "damaged"), ("another encoder", "another mention encoder")])
+def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, damage, words):
+    file = trained / "memory" / ("manifest.json" if damage in ("manifest", "another encoder") else "values-00000.npy")
+    raw = bytearray(file.read_bytes())
+    if damage == "flip":
+        raw[len(raw) // 2] ^= 4
+    elif damage in ("truncate", "manifest"):
+        del raw[len(raw) // 2:]
+    elif damage == "another encoder":
+        raw = json.dumps({**json.loads(raw), "encoder": "0" * 64}).encode()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(raw)
+    capsys.readouterr()
+    assert evaluation.main(["--out", str(trained)]) == 1
+    message = capsys.readouterr().err
+    assert words in message and str(trained) in message and message.count("\n") == 1
+
+
+# -- what a user gets wrong: one sentence, a non-zero exit
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--stage", "tome", "--corpus", "no/such.jsonl"], "no such file"),
+    (["--stage", "finetune", "--task", "qa", "--examples", "no/such.jsonl"], "no such file"),
+])
+def test_missing_files_are_named_before_anything_is_trained(tiny, tmp_path, capsys, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 1
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+@pytest.mark.parametrize("lines, words", [
+    ("", "no text"),
+    ('{"title": "A", "text": "Nothing is linked here.", "mentions": []}\n', "no linked mention"),
+    ('{"title": "A", "text": "Short.", "mentions": [{"start": 2, "end": 99, "entity": "A"}]}\n', "bad.jsonl:1"),
+    ('{"title": "A", "text"', "bad.jsonl:1"),
+])
+def test_a_bad_corpus_is_one_sentence(tiny, tmp_path, capsys, lines, words):
+    (tmp_path / "bad.jsonl").write_text(lines)
+    assert run("--stage", "tome", "--corpus", tmp_path / "bad.jsonl", "--out", tmp_path / "run") == 1
+    message = capsys.readouterr().err
+    assert words in message and "Traceback" not in message and message.count("\n") == 1
+
+
+def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained, small_world, tmp_path, capsys):
+    assert run("--stage", "tome", "--preset", "mini", "--out", trained) == 1
+    assert "--preset toy" in capsys.readouterr().err
+    small_world_copy = tmp_path / "other.jsonl"
+    small_world_copy.write_text(small_world.read_text())
+    assert run("--stage", "tome", "--corpus", small_world_copy, "--out", trained) == 1
+    (tmp_path / "file").write_text("")
+    assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path / "file") == 1
+    assert "cannot be made" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_stranger_runs_no_code(trained, small_world, capsys):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(trained / "owned"),)
+    torch.save({"format": 1, "stage": "tome", "step": 4, "steps": 4, "model": Evil()}, trained / "tome.pt")
+    assert evaluation.main(["--out", str(trained)]) == 1
+    assert not (trained / "owned").exists() and "damaged" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint(tiny, small_world, tmp_path, capsys,
+                                                                                monkeypatch):
+    real, calls = train.mlm_loss, []
+
+    def poisoned(*args):
+        calls.append(1)
+        return real(*args) * (float("nan") if len(calls) == 4 else 1)
+    monkeypatch.setattr(train, "mlm_loss", poisoned)
+    assert run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path) == 1
+    assert "step 3" in capsys.readouterr().err
+    assert torch.load(tmp_path / "batch-tome.pt", weights_only=True)["step"] == 2
+
+
+# -- several processes
+
+WORKER = """
+import sys; sys.path[:0] = [{root!r}, {tests!r}]
+import torch; torch.set_num_threads(1)
+import train, test_train
+train.PRESETS["toy"] = test_train.TINY
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
+    """Same batches, same losses, same gradients: after four steps of each stage the weights agree."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
+    out = tmp_path / "two"
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+                           str(worker), "--stage", "tome", "--corpus", str(small_world), "--out", str(out)],
+                          capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = ([json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()] for path in (trained, out))
+    for a, b in zip(one, two, strict=True):
+        assert a["stage"] == b["stage"]
+        for name in {"mlm", "coref", "entity"} & a.keys():
+            assert a[name] == pytest.approx(b[name], abs=2e-4)
+    first, second = weights(trained / "batch-tome.pt"), weights(out / "batch-tome.pt")
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkeypatch):
+    """The claim of the paper in two minutes: right with the memory, lost without it, also for entities never seen."""
+    for name, n in (("person", 130), ("city", 40), ("country", 12), ("company", 40), ("film", 90)):
+        monkeypatch.setitem(data.COUNTS, name, n)
+    data.write_toy(tmp_path / "world", 0)
+    schedule = {**train.PRESETS["toy"]["schedule"], "batch-tome": train.Schedule(450, 3e-3, 50, 64),
+                "tome": train.Schedule(150, 1e-3, 20, 64)}
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "slow_spans": 200, "schedule": schedule})
+    assert run("--stage", "tome", "--out", tmp_path, "--corpus", tmp_path / "world" / "corpus.jsonl") == 0
+    loaded, tome, table = evaluation.open_run(tmp_path)
+    figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)["masked_mention"]
+    for kind in ("seen", "unseen"):
+        assert figures[kind]["memory"] > 0.4, figures
+        assert figures[kind]["memory"] > 4 * max(figures[kind]["emptied"], figures[kind]["shuffled"]), figures
