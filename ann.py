@@ -299,7 +299,7 @@ def sum_gradients(parameters):
     if rank_and_size()[1] > 1 and grads:
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat)
-        count_bytes("gradients", flat.numel() * flat.element_size())
+        count_sent("gradients", flat.numel() * flat.element_size())
         for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
             grad.copy_(summed.view_as(grad))
 

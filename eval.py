@@ -127,7 +127,7 @@ def split_eval_mentions(run, n):
 def ask(run, tome, memory, task, text, out=sys.stdout):
     """Answer a question or judge a claim, and print the passages it was read from. Returns (answer, probability)."""
     mentions = data.find_mentions(text, run.corpus.entity_names[1:])
-    example = data.Example(text, mentions, None, [], {})
+    example = data.Example(text, mentions, 0 if task == "claims" else None, [], {})      # a label makes it a claim
     entity_index = {name: i for i, name in enumerate(run.corpus.entity_names)}
     batch = data.example_batch([example], run.tokenizer, entity_index).to(run.device)
     if not len(batch.row):

@@ -79,7 +79,7 @@ PRESETS = {
                  value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                  passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
                  memory_dtype="float32", beta2=0.98, slow_spans=400, log_every=100, save_every=100, eval_mentions=300,
-                 schedule={"batch-tome": Schedule(1600, 2e-3, 150, 64), "tome": Schedule(500, 1e-3, 50, 64),
+                 schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
     # weights start as in init_toy, and the span layers that retrieve learn at a tenth of the rate for `slow_spans`
@@ -262,6 +262,10 @@ def new_batch_tome(run, init=None):
             say(f"{init} has no MLM head: made a fresh one.")
         else:
             tome.mlm.load_state_dict(mlm)
+    if not init or mlm is None:     # start from the words' frequencies: alone, they cost Adam a thousand steps
+        tokens = run.corpus.tokens[:10 ** 7]
+        counts = np.bincount(tokens[run.corpus.maskable[tokens]], minlength=run.config.vocab_size) + 1
+        model.tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     init_retrieval(model, run.corpus.special, from_bert=bool(init))
     return model
 
@@ -634,8 +638,11 @@ def stage_finetune(run, task, schedule, examples_path):
         raise RunError(f"{examples_path}: no example to train on: none has a label or an answer that is in the corpus")
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
 
+    names = data.name_index(entity_index)
+
     def next_batch(step):
-        return data.example_batch([examples[i] for i in epochs.at(step, schedule.batch)], run.tokenizer, entity_index)
+        return data.example_batch([examples[i] for i in epochs.at(step, schedule.batch)], run.tokenizer, entity_index,
+                                  max_length=run.settings.max_length, names=names)
 
     def losses(model, batch):
         if task == "claims":
@@ -673,12 +680,14 @@ def task_accuracy(run, tome, task, examples, memory, without=None, batch_size=64
     tome.eval()
     corpus, right, recalled = run.corpus, [], []
     entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    names = data.name_index(entity_index)
     article_index = {title: i for i, title in enumerate(corpus.titles)}
     if without:
         memory = memory.by_article(corpus.article)
     for first in range(0, len(examples), batch_size):
         chosen = examples[first:first + batch_size]
-        batch = data.example_batch(chosen, run.tokenizer, entity_index).to(run.device)
+        batch = data.example_batch(chosen, run.tokenizer, entity_index, max_length=run.settings.max_length,
+                                   names=names).to(run.device)
         if without:
             articles = torch.tensor([article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
             batch.passage = articles[batch.row]

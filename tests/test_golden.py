@@ -298,6 +298,12 @@ def test_removal_before_the_top_k_keeps_what_they_keep_and_fills_their_empty_pla
 # Two processes, each with its shard of the memory and its own passages
 
 
+def coreference_of_two_devices():
+    z = golden("coreference")
+    encodings, row, entity = (z[f"two_devices/in_{name}"] for name in ("encodings", "batch_positions", "ids"))
+    return encodings, entity.long(), row.long() + torch.tensor([[0], [100]])
+
+
 def process_of_two(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -306,10 +312,11 @@ def process_of_two(rank, folder):
         for rule, kind in (("theirs", RemovedAfterwards), ("ours", MentionMemory)):
             *_, M, found = attend(z, memory_of(z, rank, kind), 8, k_shard, rank)
             results[case, rule] = (M.detach(), *(x.detach() for x in found[:4]))
-    z = golden("coreference")
-    passage = z["two_devices/in_batch_positions"].long() + torch.tensor([[0], [100]])
-    share = coreference_loss(z["two_devices/in_encodings"][rank], z["two_devices/in_ids"][rank].long(), passage[rank])
-    results["coreference"] = (share,)
+    encodings, entity, passage = coreference_of_two_devices()
+    z = encodings[rank].requires_grad_()
+    share = coreference_loss(z, entity[rank], passage[rank])
+    share.backward()
+    results["coreference"] = share.detach(), z.grad
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -353,9 +360,11 @@ def test_two_processes_find_in_their_two_shards_what_two_devices_of_the_public_c
 
 def test_two_processes_shares_of_the_coreference_loss_are_the_two_devices_sums(two_processes):
     z = golden("coreference")
-    counted = z["two_devices/denominator"].sum()
-    for share, theirs in zip((r["coreference"][0] for r in two_processes), z["two_devices/loss_sum"]):
-        same_forward("coreference loss", share, theirs / counted)
+    shares, grads = zip(*(results["coreference"] for results in two_processes))
+    same_forward("coreference loss", torch.stack(shares), z["two_devices/loss_sum"] / z["two_devices/denominator"].sum())
+    encodings, *ids = (x.flatten(0, 1) for x in coreference_of_two_devices())       # and the gradient is that of one
+    coreference_loss(encodings.requires_grad_(), *ids).backward()                   # process on both batches
+    same_gradients("coreference loss", {"z": torch.cat(grads)}, {"z": encodings.grad})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,319 @@
+"""ann.py against numpy: python -m pytest -q tests/test_ann.py"""
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import ann  # noqa: E402
+
+
+def small_integers(Q, N, d=16, n_passages=25, seed=0):
+    """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
+    rng = np.random.default_rng(seed)
+    return (torch.from_numpy(rng.integers(-3, 4, (Q, d)).astype(np.float32)),
+            torch.from_numpy(rng.integers(-3, 4, (N, d)).astype(np.float32)),
+            torch.from_numpy(rng.integers(-1, n_passages, Q)), torch.from_numpy(rng.integers(-1, n_passages, N)))
+
+
+def brute_force(queries, keys, k, query_passage=None, key_passage=None):
+    """Full sort of every score in float64; equal scores by rising id."""
+    scores = queries.double().numpy() @ keys.double().numpy().T
+    if query_passage is not None:
+        own = query_passage.numpy()[:, None] == key_passage.numpy()[None]
+        scores[own & (query_passage.numpy()[:, None] >= 0)] = -np.inf
+    scores = np.pad(scores, ((0, 0), (0, k)), constant_values=-np.inf)
+    ids = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    scores = np.take_along_axis(scores, ids, 1)
+    return scores, np.where(np.isinf(scores), -1, ids)
+
+
+def check(found, expected):
+    scores, ids = found
+    assert scores.dtype == torch.float32 and ids.dtype == torch.int64
+    assert np.array_equal(ids.numpy(), expected[1])
+    assert np.allclose(scores.numpy(), expected[0], rtol=1e-5, atol=1e-5)
+
+
+def check_rounded(scores, ids, queries, keys, k):
+    """As check, where float32 may round two scores into another order."""
+    expected, _ = brute_force(queries, keys, k)
+    assert np.allclose(scores.numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert np.allclose((queries[:, None].double() * keys[ids].double()).sum(2).numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+@pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (5, 0, 3), (0, 50, 3), (5, 50, 0), (30, 9000, 128),
+                                     (3, 70001, 40), (1030, 300, 7), (300, 12000, 2)])
+def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(Q, N, k):
+    queries, keys, query_passage, key_passage = small_integers(Q, N)
+    check(ann.exact_topk(queries, keys, k), brute_force(queries, keys, k))
+    check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
+          brute_force(queries, keys, k, query_passage, key_passage))
+
+
+def test_exact_topk_on_real_valued_scores():
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(200, 32, generator=generator), torch.randn(20000, 32, generator=generator)
+    scores, ids = ann.exact_topk(queries, keys, 100)
+    check_rounded(scores, ids, queries, keys, 100)
+
+
+@pytest.mark.parametrize("order", ["falling", "rising", "all equal", "all zero", "huge"])
+def test_exact_topk_survives_every_order_of_keys(order):
+    queries, keys, query_passage, key_passage = small_integers(40, 20000, d=4)
+    if order in ("falling", "rising"):      # every new chunk beats, or none, what was found before
+        queries = queries.abs()
+        keys = keys[keys.sum(1).argsort(descending=order == "falling", stable=True)]
+    elif order == "huge":
+        keys = keys * 2.0 ** 60
+    else:
+        keys = torch.ones_like(keys) if order == "all equal" else torch.zeros_like(keys)
+    check(ann.exact_topk(queries, keys, 50, query_passage, key_passage),
+          brute_force(queries, keys, 50, query_passage, key_passage))
+
+
+def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
+    queries, keys, _, _ = small_integers(20, 10000)
+    best = brute_force(queries, keys, 20)[1]
+    key_passage = torch.full((10000,), 7)
+    key_passage[best[0]] = 3                                    # all of query 0's best are its own passage's
+    passage = torch.full((20,), 3)
+    scores, ids = ann.exact_topk(queries, keys, 20, passage, key_passage)
+    assert (ids >= 0).all() and not np.isin(ids[0].numpy(), best[0]).any()
+    check((scores, ids), brute_force(queries, keys, 20, passage, key_passage))
+    index = ann.BucketedIndex(keys, 10, key_passage)
+    for search in (lambda *a: ann.exact_topk(*a[:2], 20, a[2], key_passage), lambda *a: index.search(a[0], 20, 10, a[2])):
+        scores, ids = search(queries, keys, torch.full((20,), 7))
+        assert ((ids == -1) == (scores == -np.inf)).all() and ((ids >= 0).sum(1) == len(set(best[0]))).all()
+    nothing = ann.exact_topk(queries, keys[:9], 4, torch.full((20,), 7), torch.full((9,), 7))
+    assert (nothing[1] == -1).all() and (nothing[0] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keys_are_searched_exactly(dtype):
+    generator = torch.Generator().manual_seed(1)
+    queries, keys = torch.randn(50, 64, generator=generator), torch.randn(9000, 64, generator=generator).to(dtype)
+    check_rounded(*ann.exact_topk(queries, keys, 30), queries, keys, 30)
+    check_rounded(*ann.BucketedIndex(keys, 8).search(queries, 30, 8), queries, keys, 30)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_keys_and_passages_can_be_memory_maps(tmp_path, dtype):
+    queries, keys, query_passage, key_passage = small_integers(20, 20000)
+    np.save(tmp_path / "keys.npy", keys.numpy().astype(dtype))
+    np.save(tmp_path / "passage.npy", key_passage.numpy().astype(np.int32))
+    mapped, passage = (np.load(tmp_path / name, mmap_mode="r") for name in ("keys.npy", "passage.npy"))
+    expected = brute_force(queries, keys, 40, query_passage, key_passage)
+    check(ann.exact_topk(queries, mapped, 40, query_passage, passage), expected)
+    check(ann.BucketedIndex(mapped, 16, passage).search(queries, 40, 16, query_passage), expected)
+
+
+MEMORY = """
+import sys, resource, numpy as np, torch, ann
+keys = np.load(sys.argv[1], mmap_mode="r")
+queries = torch.randn(256, 128)
+ann.exact_topk(queries, keys[:9000], 128)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+ann.exact_topk(queries, keys, 128)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
+    """200,000 fp16 keys from disk are 51 MB, as float32 102 MB, their scores with 256 queries 205 MB."""
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "keys.npy", rng.standard_normal((200000, 128), dtype=np.float32).astype(np.float16))
+    grown = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "keys.npy"], cwd=ROOT, check=True,
+                           capture_output=True, text=True).stdout
+    assert int(grown) * 1024 < 120e6
+
+
+# ---- k-means and buckets
+
+def naive_kmeans(points, centroids, n_iters):
+    for _ in range(n_iters):
+        assignment = [min(range(len(centroids)), key=lambda c: float(((p - centroids[c]) ** 2).sum())) for p in points]
+        centroids = np.stack([points[np.array(assignment) == c].mean(0) for c in range(len(centroids))])
+    return centroids, [min(range(len(centroids)), key=lambda c: float(((p - centroids[c]) ** 2).sum())) for p in points]
+
+
+def test_kmeans_is_lloyds_algorithm():
+    points = np.random.default_rng(0).standard_normal((300, 5)).astype(np.float32)
+    centroids, assignment = ann.kmeans(torch.from_numpy(points), 7, 4, init=torch.from_numpy(points[:7]))
+    expected = naive_kmeans(points, points[:7], 4)
+    assert np.allclose(centroids.numpy(), expected[0], atol=1e-5) and assignment.tolist() == expected[1]
+
+
+def test_kmeans_gives_the_golden_arrays():
+    golden = np.load(Path(__file__).parent / "golden" / "kmeans.npz")
+    points, init = torch.from_numpy(golden["in/observations"]), torch.from_numpy(golden["in/init_centroids"])
+    for case in ("one_step", "out"):
+        centroids, assignment = ann.kmeans(points, len(init), int(golden[f"{case}/steps"]), init=init)
+        assert np.allclose(centroids.numpy(), golden[f"{case}/centroids"], atol=1e-5)
+        assert np.array_equal(assignment.numpy(), golden[f"{case}/assignments"])
+    assert np.array_equal(ann.nearest(points, init)[1].numpy(), golden["initial/assignments"])
+    assert np.allclose(ann.nearest(points, init)[0].sqrt().numpy(), golden["initial/min_dist"], atol=1e-4)
+    # where the reference lets a cluster stay empty, a zero vector, ours is filled
+    init = torch.from_numpy(golden["empty_cluster/in_init_centroids"])
+    theirs = golden["empty_cluster/centroids_after_one_step"]
+    ours = ann.kmeans(points, len(init), 1, init=init)[0].numpy()
+    empty = (theirs == 0).all(1)
+    assert empty.any() and not (ours == 0).all(1).any()
+
+
+@pytest.mark.parametrize("points", [torch.ones(50, 3), torch.arange(12.0)[:, None] // 4,
+                                    torch.cat([torch.zeros(1000, 2), torch.tensor([[1e4, 0.0]])])])
+def test_kmeans_has_no_empty_cluster_and_no_nan(points):
+    for n_clusters in (1, 3, 11, 10 ** 6):
+        centroids, assignment = ann.kmeans(points, n_clusters, 5)
+        n = min(n_clusters, len(points))
+        assert centroids.shape == (n, points.shape[1]) and centroids.isfinite().all()
+        assert sorted(set(assignment.tolist())) == list(range(n))
+
+
+def test_kmeans_is_deterministic_by_seed_and_learns_on_a_sample(monkeypatch):
+    points = torch.randn(3000, 4, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(ann, "SAMPLE", 64)
+    first, again, other = (ann.kmeans(points, 8, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]) and not torch.equal(first[0], other[0])
+    distance = (points[:, None] - first[0]).square().sum(2)
+    assert torch.equal(first[1], distance.argmin(1))            # all 3,000 points, not the 512 of the sample
+
+
+@pytest.mark.parametrize("k", [1, 10, 128, 3000, 3100])
+def test_all_buckets_together_are_the_exact_search(k, monkeypatch):
+    queries, keys, query_passage, key_passage = small_integers(50, 3000)
+    index = ann.BucketedIndex(keys, 20, key_passage)
+    for scores_held in (2 ** 25, 40000):                        # the second: the queries take turns
+        monkeypatch.setattr(ann, "SCORES", scores_held)
+        check(index.search(queries, k, 20), brute_force(queries, keys, k))
+        check(index.search(queries, k, 99, query_passage), brute_force(queries, keys, k, query_passage, key_passage))
+
+
+def test_a_few_buckets_hold_exactly_their_keys():
+    queries, keys, query_passage, key_passage = small_integers(30, 2000)
+    index = ann.BucketedIndex(keys, 25, key_passage)
+    for n_search in (1, 3):
+        probed = np.argsort(-(queries @ index.centroids.T).numpy(), axis=1)[:, :n_search]
+        bucket = (keys @ index.centroids.T).argmax(1).numpy()
+        scores, ids = index.search(queries, 60, n_search, query_passage)
+        for q in range(30):
+            inside = np.flatnonzero(np.isin(bucket, probed[q]))
+            expected = brute_force(queries[q:q + 1], keys[inside], 60, query_passage[q:q + 1], key_passage[inside])
+            expected_ids = [inside[i] if i >= 0 else -1 for i in expected[1][0]]
+            assert ids[q].tolist() == expected_ids and np.array_equal(scores[q].numpy(), expected[0][0])
+
+
+def test_buckets_of_a_clustered_memory_find_most_of_the_best():
+    generator = torch.Generator().manual_seed(0)
+    entity = torch.randn(200, 32, generator=generator)
+    keys = entity[torch.randint(200, (20000,), generator=generator)] + 0.5 * torch.randn(20000, 32, generator=generator)
+    keys *= 1 + torch.rand(20000, 1, generator=generator)       # lengths differ, as those of real keys do
+    queries = entity[:100] + 0.3 * torch.randn(100, 32, generator=generator)
+    index = ann.BucketedIndex(keys, 64)
+    exact = ann.exact_topk(queries, keys, 20)[1]
+    found = index.search(queries, 20, 8)[1]
+    assert np.mean([np.isin(a, b).mean() for a, b in zip(exact, found)]) > 0.9
+
+
+def test_an_empty_memory_finds_nothing():
+    index = ann.BucketedIndex(torch.zeros(0, 8), 4, torch.zeros(0, dtype=torch.int64))
+    scores, ids = index.search(torch.ones(3, 8), 5, 2, torch.zeros(3, dtype=torch.int64))
+    assert ids.tolist() == [[-1] * 5] * 3 and (scores == -np.inf).all()
+
+
+# ---- several processes
+
+SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}          # uneven, one empty, one smaller than k
+QUERIES = {1: [0, 40], 2: [0, 40, 40], 4: [0, 7, 7, 39, 40]}                # uneven, some have none
+
+
+def one_of_many(rank, size, file):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    assert ann.rank_and_size() == (rank, size)
+    queries, keys, query_passage, key_passage = small_integers(40, 500)
+    a, b = SHARDS[size][rank:rank + 2]
+    mine = slice(*QUERIES[size][rank:rank + 2])
+
+    def search(queries, k, passage):
+        return ann.exact_topk(queries, keys[a:b], k, passage, key_passage[a:b])
+
+    # k_shard = k: what one process finds in the whole memory
+    scores, ids = ann.sharded_topk(search, queries[mine], 20, 20, query_passage[mine], b - a)
+    check((scores, ids), brute_force(queries[mine], keys, 20, query_passage[mine], key_passage))
+    check(ann.sharded_topk(search, queries[mine], 20, 20, None, b - a), brute_force(queries[mine], keys, 20))
+    # k_shard < k: the best of the shards' best; without a second top-k all of them
+    parts = [brute_force(queries[mine], keys[s:e], 3) for s, e in zip(SHARDS[size], SHARDS[size][1:])]
+    parts_ids = np.concatenate([np.where(i < 0, i, i + s) for (_, i), s in zip(parts, SHARDS[size])], 1)
+    parts_scores = np.concatenate([s for s, _ in parts], 1)
+    order = np.argsort(-parts_scores, axis=1, kind="stable")
+    expected = np.take_along_axis(parts_scores, order, 1), np.take_along_axis(parts_ids, order, 1)
+    found = ann.sharded_topk(search, queries[mine], 3 * size, 3, None, b - a)
+    check(found, expected)
+    found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, None, b - a)
+    assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
+
+    # fetch: rows of whatever dtype and shape, from tensors and arrays; -1 is zeros; each chosen row travels once
+    ids = ids.clone()
+    ids[:, 5] = -1
+    tables = [keys[a:b].half(), keys[a:b].numpy(), key_passage[a:b]]
+    ann.bytes_sent.clear()
+    for rows, whole in zip(ann.fetch(ids, tables), (keys.half(), keys, key_passage)):
+        expected = whole[ids.clamp(min=0)]
+        expected[ids < 0] = 0
+        assert rows.dtype == whole.dtype and torch.equal(rows, expected)
+    if size > 1:
+        wanted = [None] * size
+        dist.all_gather_object(wanted, ids[ids >= 0].unique().tolist())
+        asked = sum(a <= i < b for process, w in enumerate(wanted) if process != rank for i in w)
+        assert ann.bytes_sent["rows"] == asked * (16 * 2 + 16 * 4 + 8)
+        assert ann.bytes_sent["ids"] == 8 * sum(not a <= i < b for i in wanted[rank])
+        queries_of = [e - s for s, e in zip(QUERIES[size], QUERIES[size][1:])]
+        ann.bytes_sent.clear()
+        ann.sharded_topk(search, queries[mine], 20, 2, None, b - a)
+        assert ann.bytes_sent["gather"] == max(queries_of) * 16 * 4 * (size - 1)
+        assert ann.bytes_sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
+
+    # gather: the loss of the whole batch on every process, divided by their number, has the gradients of one process
+    x = torch.linspace(-1, 1, 40 * 3).view(40, 3)
+    weight = torch.linspace(0, 2, 40)[:, None]
+    whole = x.clone().requires_grad_()
+    (whole @ whole.T * weight).exp().sum().backward()
+    part = x[mine].clone().requires_grad_()
+    everything = ann.gather(part)
+    assert torch.equal(everything, x)
+    ((everything @ everything.T * weight).exp().sum() / size).backward()
+    assert torch.allclose(part.grad, whole.grad[mine], rtol=1e-5)
+    assert torch.equal(ann.gather(torch.arange(40)[mine] % 2 == 0), torch.arange(40) % 2 == 0)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path):
+    if size == 1:
+        one_of_many(0, 1, tmp_path / "init")
+    else:
+        mp.spawn(one_of_many, (size, tmp_path / "init"), size)
+
+
+def test_without_a_process_group_everything_is_local():
+    queries, keys, query_passage, key_passage = small_integers(9, 200)
+    x = torch.ones(3, requires_grad=True)
+    assert ann.rank_and_size() == (0, 1) and ann.gather(x) is x
+
+    def search(queries, k, passage):
+        return ann.exact_topk(queries, keys, k, passage, key_passage)
+    scores, ids = ann.sharded_topk(search, queries, 6, 6, query_passage)
+    check((scores, ids), brute_force(queries, keys, 6, query_passage, key_passage))
+    scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage)
+    assert (ids[:, 2:] == -1).all()
+    rows, = ann.fetch(ids, [keys])
+    assert torch.equal(rows[:, :2], keys[ids[:, :2]]) and (rows[:, 2:] == 0).all()
