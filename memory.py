@@ -145,7 +145,7 @@ class MentionMemory:
 
     def by_article(self, article):
         """The same rows, grouped by article: a query of group a sees nothing that stands in article a."""
-        group = torch.as_tensor(np.asarray(article)).to(self.passage.device)[self.passage]
+        group = torch.from_numpy(np.array(article)).to(self.passage.device)[self.passage]
         return MentionMemory(self.keys, self.values, self.entity, group.to(self.passage.dtype), self.mention)
 
 

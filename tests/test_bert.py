@@ -130,6 +130,21 @@ def write_bert(folder, tensors=None, dims=DIMS, kind="safetensors", prefix="bert
     return folder
 
 
+def write_corpus(path):
+    """A few dozen passages about letters."""
+    rng, lines = np.random.default_rng(0), []
+    for i in range(48):
+        words = ["".join(rng.choice(list(LETTERS), 3)) for _ in range(6)]
+        words += [f"place{c}" for c in rng.choice(list("abcdef"), 3, replace=False)]
+        text, mentions = " ".join(words), []
+        for word in words[6:]:
+            mentions.append({"start": text.index(word), "end": text.index(word) + len(word), "entity": word})
+        lines.append(json.dumps({"title": f"article {i}", "text": text, "mentions": mentions,
+                                 "split": "train" if i < 40 else "held_out"}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
     config, *states, mlm = load_bert(folder, Config(dropout=0.0))
@@ -192,12 +207,14 @@ def test_a_third_of_the_layers_lies_below_the_first_memory_layer_as_in_the_paper
 @pytest.mark.parametrize("n_blocks", [1, 2])
 @torch.no_grad()
 def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(tmp_path, capsys, n_blocks):
-    folder, tensors = write_bert(tmp_path, random_bert(mlm=n_blocks == 1)), random_bert(mlm=n_blocks == 1)
+    tensors = random_bert(mlm=n_blocks == 1)
+    folder = write_bert(tmp_path / "bert", tensors)
     config = bert_config(folder, Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_blocks=n_blocks))
-    run = SimpleNamespace(seed=0, config=config, corpus=SimpleNamespace(special={}))
-    tome = train.new_batch_tome(run, folder).tome
+    corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus",
+                               data.load_tokenizer(folder / "vocab.txt"), 64, 128)
+    tome = train.new_batch_tome(SimpleNamespace(seed=0, config=config, corpus=corpus), folder).tome
     tokens, mask = padded_passages()
-    states, logits = bert_forward(tensors, tokens, mask)
+    states, _ = bert_forward(tensors, tokens, mask)
     torch.testing.assert_close(tome(tokens, mask)[0][mask], states[-1][mask], atol=1e-5, rtol=0)
     assert ("has no MLM head: made a fresh one" in capsys.readouterr().out) == (n_blocks == 2)
 
@@ -321,21 +338,6 @@ def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # --init, a real checkpoint, and the paper's size
-
-
-def write_corpus(path):
-    """A few dozen passages about letters."""
-    rng, lines = np.random.default_rng(0), []
-    for i in range(48):
-        words = ["".join(rng.choice(list(LETTERS), 3)) for _ in range(6)]
-        words += [f"place{c}" for c in rng.choice(list("abcdef"), 3, replace=False)]
-        text, mentions = " ".join(words), []
-        for word in words[6:]:
-            mentions.append({"start": text.index(word), "end": text.index(word) + len(word), "entity": word})
-        lines.append(json.dumps({"title": f"article {i}", "text": text, "mentions": mentions,
-                                 "split": "train" if i < 40 else "held_out"}) + "\n")
-    path.write_text("".join(lines))
-    return path
 
 
 @pytest.mark.parametrize("blocks", [1, 2])

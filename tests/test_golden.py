@@ -171,7 +171,7 @@ def memory_of(z, device=None, kind=MentionMemory, passage="in/memory_identifiers
 class RemovedAfterwards(MentionMemory):
     """The public code's rule: search among all rows, then take away the passage's own, whose places stay empty."""
 
-    def retrieve(self, query, passage, k, k_shard=None):
+    def retrieve(self, query, passage, k, k_shard):
         found = super().retrieve(query, torch.full_like(passage, -1), k, k_shard)
         own = ann.fetch(found.ids, [self.passage])[0] == passage[:, None]
         return found._replace(scores=found.scores.masked_fill(own, -torch.inf))
@@ -361,7 +361,8 @@ def test_two_processes_find_in_their_two_shards_what_two_devices_of_the_public_c
 def test_two_processes_shares_of_the_coreference_loss_are_the_two_devices_sums(two_processes):
     z = golden("coreference")
     shares, grads = zip(*(results["coreference"] for results in two_processes))
-    same_forward("coreference loss", torch.stack(shares), z["two_devices/loss_sum"] / z["two_devices/denominator"].sum())
+    counted = z["two_devices/denominator"].sum()
+    same_forward("coreference loss", torch.stack(shares), z["two_devices/loss_sum"] / counted)
     encodings, *ids = (x.flatten(0, 1) for x in coreference_of_two_devices())       # and the gradient is that of one
     coreference_loss(encodings.requires_grad_(), *ids).backward()                   # process on both batches
     same_gradients("coreference loss", {"z": torch.cat(grads)}, {"z": encodings.grad})
