@@ -4,12 +4,13 @@
 
     exact_topk       appendix C.1.1: every query against every key, one tile of scores [chunk, Q] at a time
     BucketedIndex    appendix C.1.2: keys in k-means buckets, a query looks only into its n_search best ones
-    sharded_topk     appendix C.1:   each process searches its own keys for everybody's queries, then a second top-k
+    sharded_topk     appendix C.1: each process searches its own keys for everybody's queries, then a second top-k
     fetch            … and the chosen rows, and only those, are sent for
 
-The three searches return the same thing: scores by falling value, equal scores by rising id; no entry of the query's
-own passage (passage -1 is nobody's); score -inf and id -1 where there is nothing left. Keys may be float32, float16 or
-bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes, except through `gather`.
+The three searches return the same thing: scores by falling value, equal scores by rising id; no entry of the
+query's own passage (passage -1 is nobody's); score -inf and id -1 where there is nothing left. Keys may be float32,
+float16 or bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes, except through
+`gather`.
 
 All torch.distributed code of the project is at the end of this file. Without an initialised process group every
 function there does the same for the one process, without a copy.
@@ -33,13 +34,13 @@ def take(table, index, device):
         return table[index].to(device)
     if isinstance(index, torch.Tensor):
         index = index.cpu().numpy()
-    return torch.from_numpy(np.array(table[index])).to(device)      # array(): of a memory map, copy these rows only
+    return torch.from_numpy(np.array(table[index])).to(device)   # of a memory map, only these rows
 
 
 # ---- a top-k that is never arbitrary: score and id as one number
 
 def pack(score, id):
-    """float32 scores and ids < 2^31 as int64 that order by score, then by lower id: one topk sorts by both."""
+    """float32 scores and ids < 2^31 as int64 that order by score, then by lower id: one topk for both."""
     bits = (score + 0.0).view(torch.int32)                           # + 0.0: -0.0 becomes 0.0
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + (0x7FFFFFFF - id)
 
@@ -64,7 +65,7 @@ def keep_best(best, query, packed):
     Q, k = best.shape
     count = torch.bincount(query, minlength=Q)
     row, place = ragged(count)
-    wide = torch.full((Q, k + int(count.max())), NOTHING, device=best.device)        # (Q, k + most candidates)
+    wide = torch.full((Q, k + int(count.max())), NOTHING, device=best.device)       # (Q, k + most candidates)
     wide[:, :k] = best
     wide[row, k + place] = packed[query.argsort()]
     return wide.topk(k).values
@@ -108,11 +109,11 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         scores[n:] = -INF
         if start == 0 and query_passage is not None:
             scores[:n].masked_fill_(take(key_passage, slice(n), device)[:, None] == query_passage, -INF)
-        # Beside the product, a tile can be read once, no more: take the best of each block of BLOCK keys, and look
-        # only into the blocks whose best is above the bar. After the first tile these are few.
+        # Beside the product, a tile can be read once, no more: take the best of each block of BLOCK keys, and
+        # look only into the blocks whose best is above the bar. After the first tile these are few.
         scores = scores.view(blocks, BLOCK, Q)
         block_best = scores.amax(1)                                                  # (blocks, Q)
-        if start == 0 and blocks >= k:      # the k best blocks hold k scores not below the worst of their maxima
+        if start == 0 and blocks >= k:   # the k best blocks hold k scores not below the worst of their maxima
             bar = block_best.T.contiguous().topk(k).values[:, -1].nextafter(bar)
         block, query = (block_best > bar).nonzero(as_tuple=True)
         found.append((query, scores[block, :, query], start + block * BLOCK))
@@ -146,7 +147,7 @@ def nearest(points, centroids):
 
 
 def fill_empty(distance, cluster, n_clusters):
-    """Moves into every empty cluster the point farthest from its own centroid, unless it is the only one there.
+    """Moves into every empty cluster the point farthest from its own centroid, unless it is alone there.
     Changes `cluster`; returns {cluster: point}."""
     count, moved = torch.bincount(cluster, minlength=n_clusters), {}
     for empty in (count == 0).nonzero()[:, 0].tolist():
@@ -161,15 +162,16 @@ def fill_empty(distance, cluster, n_clusters):
 
 def sample_of(N, n_clusters, seed):
     """At most SAMPLE points a cluster out of N, chosen by seed: their numbers in order."""
-    return torch.randperm(N, generator=torch.Generator().manual_seed(seed))[:SAMPLE * n_clusters].sort().values
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+    return order[:SAMPLE * n_clusters].sort().values
 
 
 @torch.no_grad()
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
     """Lloyd's k-means: centroids [C, d], the nearest one of each point [N] (int64). No cluster is empty.
 
-    points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init` [C, d] or at points
-    chosen by seed and learn on at most SAMPLE points a cluster, for n_iters steps or until nothing changes.
+    points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init` [C, d] or at
+    points chosen by seed and learn on at most SAMPLE points a cluster, for n_iters steps or until nothing changes.
     """
     C, device = min(n_clusters, len(points)), getattr(points, "device", "cpu")
     x = take(points, sample_of(len(points), C, seed), device).float()
@@ -183,7 +185,7 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
             break
         before = cluster
         # In float64, for a GPU adds in no fixed order: the difference is lost when the mean is rounded.
-        total = torch.zeros(C, x.shape[1], dtype=torch.float64, device=device).index_add_(0, cluster, x.double())
+        total = x.new_zeros(C, x.shape[1], dtype=torch.float64).index_add_(0, cluster, x.double())
         centroids = (total / torch.bincount(cluster, minlength=C)[:, None]).float()
     distance, cluster = nearest(points, centroids)
     for empty, point in fill_empty(distance, cluster, C).items():
@@ -194,9 +196,9 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
 class BucketedIndex:
     """Keys in buckets by direction; a query looks only into its n_search best ones (appendix C.1.2).
 
-    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and a key's bucket as well as a
-    query's are chosen by the dot product with the centroids' directions: centroids with their lengths would draw every
-    query to the same few long ones (tests/bench.py buckets shows what that costs).
+    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and a key's bucket as well as
+    a query's are chosen by the dot product with the centroids' directions: centroids with their lengths would draw
+    every query to the same few long ones (tests/bench.py buckets shows what that costs).
     """
 
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
@@ -206,33 +208,35 @@ class BucketedIndex:
         bucket = nearest(keys, self.centroids)[1]
         self.count = torch.bincount(bucket, minlength=len(self.centroids))
         self.start = self.count.cumsum(0) - self.count
-        self.id = bucket.argsort(stable=True)                                        # (N,) bucket after bucket
-        self.keys = [take(keys, id, device).T.contiguous() for id in self.id.split(self.count.tolist())]    # (d, count)
+        self.id = bucket.argsort(stable=True)                                       # (N,) bucket after bucket
+        self.keys = [take(keys, id, device).T.contiguous()                           # C of (d, count)
+                     for id in self.id.split(self.count.tolist())]
         if key_passage is not None:
             key_passage = take(key_passage, slice(None), device)
             self.passage, self.sorted_passage = key_passage[self.id], key_passage.sort().values
 
     @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
-        """The k best keys in each query's n_search best buckets: queries [Q, d] -> scores [Q, k], ids [Q, k]."""
+        """The k best keys in each query's n_search best buckets: queries [Q, d] -> scores, ids [Q, k]."""
         Q, device = len(queries), queries.device
         best = torch.full((Q, k), NOTHING, device=device)
         queries = queries.float()
-        probe = (queries @ self.centroids.T).topk(min(n_search, len(self.centroids))).indices        # (Q, n_search)
+        probe = (queries @ self.centroids.T).topk(min(n_search, len(self.centroids))).indices  # (Q, n_search)
         n_scores = int(self.count[probe].sum())
         if n_scores == 0 or k == 0:
             return unpack(best)
         if n_scores > SCORES and Q > 1:
             return in_parts(lambda q, p: self.search(q, k, n_search, p), -(-Q // 2), queries, query_passage)
 
-        # One row of scores for each (query, bucket it looks into), sorted by bucket: it is read once, for all who ask.
+        # A row of scores for each (query, bucket it looks into), by bucket: a bucket is read once, for all who ask.
         bucket, order = probe.view(-1).sort(stable=True)                             # (R,)
         query = order // probe.shape[1]
         queries = queries[query]                                                     # (R, d)
-        width = -(-self.count // BLOCK) * BLOCK                                      # rows end on a whole block
+        width = -(-self.count // BLOCK) * BLOCK                                    # rows end on a whole block
         scores = torch.empty(int(width[bucket].sum()), device=device)                # row after row
         row = done = 0
-        for keys, n, w in zip(self.keys, torch.bincount(bucket, minlength=len(width)).tolist(), width.tolist()):
+        n_rows = torch.bincount(bucket, minlength=len(width))
+        for keys, n, w in zip(self.keys, n_rows.tolist(), width.tolist()):
             if n:
                 out = scores[done:done + n * w].view(n, w)
                 torch.mm(queries[row:row + n], keys.float(), out=out[:, :keys.shape[1]])
@@ -245,12 +249,12 @@ class BucketedIndex:
             b //= 2
         scores = scores.view(-1, b)                                                  # (B, b)
         block_best = scores.amax(1)
-        row, place = ragged(width[bucket] // b)                                      # (B,) each block's row, place in it
-        before = (width[probe].cumsum(1) - width[probe]).view(-1)[order] // b        # (R,) the query's blocks before it
+        row, place = ragged(width[bucket] // b)                           # (B,) each block's row, place in it
+        before = (width[probe].cumsum(1) - width[probe]).view(-1)[order] // b    # (R,) the query's blocks before
         wide = torch.full((Q, int(width[probe].sum(1).max()) // b), -INF, device=device)
         wide[query[row], before[row] + place] = block_best                           # (Q, blocks of a query)
         rank = torch.full((Q, 1), k, device=device)
-        if query_passage is not None:       # its own passage can be the best of so many blocks, which then prove nothing
+        if query_passage is not None:   # so many blocks may owe their best to its own passage: they prove nothing
             query_passage = query_passage.masked_fill(query_passage < 0, -2)
             rank += (torch.searchsorted(self.sorted_passage, query_passage, right=True)
                      - torch.searchsorted(self.sorted_passage, query_passage))[:, None]
@@ -323,7 +327,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx, x):
         size = rank_and_size()[1]
         ctx.counts = lengths(len(x), x.device)
-        padded = x.new_zeros(max(ctx.counts), *x.shape[1:])          # all_gather wants equal shapes: pad, gather, cut
+        padded = x.new_zeros(max(ctx.counts), *x.shape[1:])  # all_gather wants equal shapes: pad, gather, cut
         padded[:len(x)] = x
         parts = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(parts, padded)
@@ -340,14 +344,14 @@ class Gather(torch.autograd.Function):
 
 
 def gather(x):
-    """x [n, …] of all processes, one after the other: [sum of n, …]. n may differ and be 0. Differentiable: a row's
-    gradient is the sum of what all processes have for it."""
+    """x [n, …] of all processes, one after the other: [sum of n, …]. n may differ and be 0. Differentiable: a
+    row's gradient is the sum of what all processes have for it."""
     return Gather.apply(x) if rank_and_size()[1] > 1 else x
 
 
 def exchange(what, x, counts, back=None):
-    """Sends the first counts[0] rows of x to process 0, the next counts[1] to process 1, …; returns the rows received,
-    in the order of their senders, and how many each sent. back: these numbers, where they are known."""
+    """Sends the first counts[0] rows of x to process 0, the next counts[1] to process 1, …; returns the rows
+    received, in the order of their senders, and how many each sent. back: these numbers, where they are known."""
     rank, size = rank_and_size()
     if back is None:
         back = torch.empty(size, dtype=torch.int64, device=x.device)
@@ -364,9 +368,9 @@ def exchange(what, x, counts, back=None):
 def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     """The k best, for this process's queries, of the k_shard best in every process's shard (appendix C.1).
 
-    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's own n_local keys; queries [Q, d],
-    query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go on from shard to shard.
-    Exact if k_shard = k; with less, a shard that holds more than k_shard of the k best loses the rest.
+    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's own n_local keys; queries
+    [Q, d], query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go on from
+    shard to shard. Exact if k_shard = k; with less, a shard that holds more than k_shard of the k best loses the rest.
     "Without a second top-k" (appendix C.2, entity prediction) is k = k_shard × processes.
     """
     rank, size = rank_and_size()
@@ -377,21 +381,21 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
         counts = lengths(Q, queries.device)
         offset = sum(lengths(n_local, queries.device)[:rank])
         scores, ids = search(gather(queries), k_shard, None if query_passage is None else gather(query_passage))
-        ids = torch.where(ids < 0, ids, ids + offset)                                # (queries of all, k_shard)
+        ids = torch.where(ids < 0, ids, ids + offset)                              # (queries of all, k_shard)
         scores, ids = (exchange("candidates", x, counts, [Q] * size)[0].view(size, Q, k_shard).transpose(0, 1)
                        .reshape(Q, size * k_shard) for x in (scores, ids))
     missing = max(0, k - scores.shape[1])
     scores, ids = F.pad(scores, (0, missing), value=-INF), F.pad(ids, (0, missing), value=-1)
-    scores, order = scores.sort(dim=1, descending=True, stable=True)                 # stable: equal scores by rising id
+    scores, order = scores.sort(dim=1, descending=True, stable=True)       # stable: equal scores by rising id
     return scores[:, :k], ids.gather(1, order[:, :k])
 
 
 @torch.no_grad()
 def fetch(ids, tables):
-    """Rows of sharded tables for the ids [Q, k] of `sharded_topk`: a list of tensors [Q, k, …], zeros where id is -1.
+    """Rows of sharded tables for the ids [Q, k] of `sharded_topk`: a list of tensors [Q, k, …], zeros for id -1.
 
-    tables: this process's shards, tensors or memory maps, all of one length. A process asks once for a row that it
-    needs, however often it needs it, and nothing else travels.
+    tables: this process's shards, tensors or memory maps, all of one length. A process asks once for a row that
+    it needs, however often it needs it, and nothing else travels.
     """
     rank, size = rank_and_size()
     chosen = ids >= 0
@@ -399,11 +403,12 @@ def fetch(ids, tables):
         found = [take(table, ids[chosen], ids.device) for table in tables]
     else:
         start = torch.tensor([0, *lengths(len(tables[0]), ids.device)], device=ids.device).cumsum(0)
-        wanted, inverse = ids[chosen].unique(return_inverse=True)                    # sorted, hence by process
+        wanted, inverse = ids[chosen].unique(return_inverse=True)                   # sorted, hence by process
         owner = torch.searchsorted(start, wanted, right=True) - 1
         counts = torch.bincount(owner, minlength=size).tolist()
         asked, asked_counts = exchange("ids", wanted, counts)
-        found = [exchange("rows", take(table, asked - start[rank], ids.device), asked_counts, counts)[0][inverse]
+        asked = asked - start[rank]
+        found = [exchange("rows", take(table, asked, ids.device), asked_counts, counts)[0][inverse]
                  for table in tables]
     filled = [rows.new_zeros(*ids.shape, *rows.shape[1:]) for rows in found]
     for table, rows in zip(filled, found):

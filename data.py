@@ -12,19 +12,27 @@ A passage of n tokens with m mentions takes n + 2m + 2 positions:
     mention_start = 4, 9; mention_end = 7, 12 (the positions of the markers)
 """
 import argparse
+import bz2
 import gzip
+import html
 import json
+import lzma
 import os
 import re
 import shutil
 import sys
+import tarfile
 import tempfile
 import zlib
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from functools import lru_cache
+from itertools import chain, islice
 from typing import Iterator, NamedTuple
+from xml.parsers import expat
 
 import numpy as np
 import torch
@@ -959,6 +967,648 @@ def write_toy(folder, seed=0, bridge_sentences=0.0):
         raise DataError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
 
 
+# ---------------------------------------------------------------- Wikipedia dumps
+
+# A page becomes paragraphs in three steps, each linear in its length. First goes what holds no prose, nested
+# or not. Then a link becomes \1 number \2 text \3: XML cannot hold these characters, so no page can, and what
+# is done later may move a link but not confuse it. Last, other markup goes, lines become paragraphs, and
+# \1 … \3 become mentions. \4 stands where something was taken out: its two sides do not grow together.
+
+BATCH = 1 << 20             # characters of wikitext that a worker gets at once
+MAX_PAGE = 1 << 25          # bytes; MediaWiki itself stops at 2 MB
+NAMESPACES = {"media": -2, "special": -1, "talk": 1, "user": 2, "user talk": 3, "wikipedia": 4, "project": 4,
+              "wp": 4, "wikipedia talk": 5, "file": 6, "image": 6, "mediawiki": 8, "template": 10, "help": 12,
+              "category": 14, "portal": 100, "draft": 118, "module": 828}   # and those that the dump names
+NO_PROSE = ("ref|references|math|chem|nowiki|gallery|timeline|imagemap|pre|source|syntaxhighlight|score|"
+            "hiero|graph|mapframe|templatestyles|inputbox")
+# "|}" closes a table, but in "|}}" the bar is the empty last argument of a template
+TOKEN = re.compile(r"<!--|\{\{|\}\}|\{\||\|\}(?!\}(?!\}(?!\})))|"
+                   rf"<(/?)({NO_PROSE}|table)\b([^<>]*)>", re.I)
+TAG_END = {tag: re.compile(rf"</{tag}\s*>", re.I) for tag in NO_PROSE.split("|")}
+# the few templates that are part of a sentence: {{convert|26|mi|km}} is "26 mi", {{lang|la|homo}} is "homo"
+SAYING = re.compile(r"\{\{ *(convert|cvt|lang|transl|nihongo|nowrap|small|smaller|flag|angbr) *"
+                    r"\|([^{}]{0,400})\}\}", re.I)
+ARGUMENT = re.compile(r"\|(?![^\[\]]*\]\])")                # a bar that is not inside a link
+LINK = re.compile(r"\[\[([^\[\]|]*)"                        # target
+                  r"(?:\|([^\[\]]*(?:(?:\[(?!\[)|\](?!\]))[^\[\]]*)*))?\]\]"    # text, or a [text]
+                  r"([a-z]*)")                              # trail: [[dog]]s
+REDIRECT = re.compile(r"\s*#\s*redirect\w*[\s:]*\[\[([^\[\]|]+)", re.I)
+LANGUAGE = re.compile(r"[a-z]{2,3}(-[a-z]+)*|simple")   # [[fr:Chien]] stands in the margin, not in the text
+OTHER_WIKI = re.compile(r"[a-z]|wikt|wiktionary|wiki(source|books|quote|news|species|data|versity|voyage)|"
+                        r"commons|voy|species|meta|mw|doi")
+# English; a dump of another language needs its own words in these two
+DISAMBIGUATION = re.compile(r"\{\{\s*(?:(?:[\w -]+ )?disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)"
+                            r"\s*[|}]|__DISAMBIG__", re.I)
+NO_PROSE_SECTIONS = set("references|notes|notes and references|references and notes|footnotes|citations|"
+                        "sources|works cited|bibliography|further reading|external links|see also|"
+                        "gallery".split("|"))
+MARKUP = [(re.compile(pattern), new) for pattern, new in (
+    (r"\[(?:https?:|ftp:|mailto:|//)[^\s\[\]\1-\3]*(?:\s([^\[\]\n]*))?\]", r"\1"),          # [http://… text]
+    (r"<br[^<>\1-\3]*>", " "), (r"</?[a-zA-Z][^<>\1-\3]*>", ""), (r"''+", ""), (r"__[A-Z]+__", ""))]
+LITERALS = [(x, " ") for x in "\t\xa0\u2009"] + [(x, "") for x in ("[[", "]]", "{{", "}}", "{|", "|}")]
+GAPS = [(re.compile(pattern), new) for pattern, new in (    # that templates leave: "Plato ( ; died 347 BC )"
+    (r"  +", " "), (r"\( ?(?:[;,] ?)+", "("), (r"\( ?\) ?", ""), (r" (?=[,.;)](?: |$))", ""))]
+MARK = re.compile("\1(\\d+)\2([^\3]*)\3")
+
+
+class Page(NamedTuple):
+    title: str
+    namespace: int
+    redirect: str | None    # the target as written
+    text: str
+
+
+def canonical(title):
+    """A title as MediaWiki stores it: "_" is a space, the first letter is upper case, no "#section"."""
+    title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
+    return title[:1].upper() + title[1:]
+
+
+def read_dump(path, namespaces, description="") -> Iterator[Page]:
+    """The pages of a MediaWiki XML dump, bz2 or plain, of any export version, as a stream. Raises DataError.
+
+    namespaces: {"file": 6, …}, lower case; those in the dump's head are added."""
+    page, pages, parts, depth, unfinished = {}, [], None, 0, 0
+
+    def start(tag, attributes):
+        nonlocal parts, depth
+        depth += 1
+        if depth > 20 or (depth == 1) != (tag == "mediawiki"):
+            raise DataError(f"{path}: <{tag}> where a MediaWiki dump has none; give a pages-articles dump")
+        if tag == "page":
+            page.clear()
+        elif tag == "redirect":
+            page[tag] = attributes.get("title", "")
+        elif tag == "namespace":
+            page["key"] = attributes.get("key", "")
+        if tag in ("title", "ns", "text", "namespace"):
+            parts = []
+
+    def characters(data):
+        if parts is not None:
+            parts.append(data)
+
+    def end(tag):
+        nonlocal parts, depth, unfinished
+        depth, unfinished = depth - 1, 0
+        if tag in ("title", "ns", "text", "namespace"):     # of several revisions the last one counts
+            page[tag], parts = "".join(parts), None
+        if tag == "namespace" and page[tag]:
+            namespaces[page[tag].lower()] = int(page["key"])
+        elif tag == "page":
+            title, text, redirect = page.get("title", ""), page.get("text", ""), page.get("redirect")
+            if not redirect:                                # old exports name no target, or have no such tag
+                found = REDIRECT.match(text) or redirect == "" and LINK.search(text)
+                redirect = found[1] if found else redirect
+            prefix = title.rpartition(":")[0].partition(":")[0].lower()         # the oldest have no <ns>
+            pages.append(Page(title, int(page.get("ns", namespaces.get(prefix, 0))), redirect, text))
+
+    def doctype(*_):                                        # before an entity is defined, let alone expanded
+        raise DataError(f"{path}: holds a <!DOCTYPE>, which no MediaWiki dump does; it is not read")
+
+    parser = expat.ParserCreate()
+    parser.buffer_text = True
+    parser.StartElementHandler, parser.EndElementHandler = start, end
+    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = characters, doctype
+    try:
+        with open(path, "rb") as raw, tqdm(total=os.path.getsize(path), desc=description, unit="B",
+                                           unit_scale=True, leave=False, disable=None) as bar:
+            file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
+            while chunk := file.read(1 << 18):
+                unfinished += len(chunk)
+                parser.Parse(chunk)
+                if unfinished > MAX_PAGE:
+                    raise DataError(f"{path}: a page of over {MAX_PAGE:,} bytes; give a pages-articles dump")
+                yield from pages
+                pages.clear()
+                bar.update(raw.tell() - bar.n)
+            parser.Parse(b"", True)
+    except expat.ExpatError as e:
+        raise DataError(f"{path}:{e.lineno}: {expat.ErrorString(e.code)}; not a whole MediaWiki dump, "
+                        "download it again") from e
+    except ValueError as e:
+        raise DataError(f"{path}: a namespace that is no number ({e}); download the dump again") from e
+    except EOFError as e:
+        raise DataError(f"{path}: the bz2 file is cut short; download it again") from e
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e.strerror or e}); check the file") from e
+
+
+def remove_spans(text, counts) -> str:
+    """Text without comments, templates, tables, references, …; counts["links", …] grows by the links in them.
+
+    One walk with a stack, so that nesting costs nothing. What is never closed takes its line along."""
+    spans, stack, n_open, never, pos = [], [], Counter(), set(), 0
+
+    def add(start, end, kind):
+        while spans and spans[-1][0] > start:               # nested in this one
+            spans.pop()
+        spans.append((start, end, kind))
+
+    for m in TOKEN.finditer(text):
+        start, end = m.span()
+        if start < pos:                                     # inside a comment or a reference
+            continue
+        token, tag, closes = m[0], (m[2] or "").lower(), m[1]
+        if token == "{{" or tag == "table" and not closes or \
+                token == "{|" and not text[max(0, start - 20):start].rpartition("\n")[2].strip(" \t:*#"):
+            stack.append(("template" if token == "{{" else "table", start))
+            n_open[stack[-1][0]] += 1
+        elif token in ("}}", "|}") or tag == "table":
+            kind = "template" if token == "}}" else "table"
+            while n_open[kind]:                             # what was opened since ends here as well
+                top, begin = stack.pop()
+                n_open[top] -= 1
+                if top == kind:
+                    add(begin, end, kind)
+                    break
+        elif token == "<!--":
+            pos = text.find("-->", end) + 3
+            pos = pos if pos > 2 else len(text)
+            add(start, pos, "comment")
+        elif tag and m[3].endswith("/"):
+            add(start, end, "reference")
+        elif tag and not closes and tag not in never:
+            closing = TAG_END[tag].search(text, end)
+            if closing:
+                pos = closing.end()
+                add(start, pos, "reference" if tag.startswith("ref") else f"<{tag}>")
+            else:
+                never.add(tag)                              # a thousand of them are not a thousand searches
+    pos = 0
+    for kind, start in stack:
+        if start >= pos:                                    # else its line is gone already
+            pos = text.find("\n", start) % (len(text) + 1)  # -1, no further line, is the end
+            spans.append((start, pos, kind))
+            counts["unclosed"] += 1
+    out, pos = [], 0
+    for start, end, kind in sorted(spans):
+        if end > pos:
+            out.append(text[pos:start])
+            counts["links", f"in a {kind}"] += text.count("[[", max(start, pos), end)
+            pos = end
+    return "\4".join(out + [text[pos:]])
+
+
+class Wikitext:
+    """Turns pages into lines of the corpus; holds what it must know of the rest of the dump.
+
+    redirects: title -> article, "" where it leads to none. disambiguations: set of titles."""
+
+    def __init__(self, redirects, disambiguations, namespaces, extend=True, zipped=False):
+        self.redirects, self.disambiguations, self.namespaces = redirects, disambiguations, namespaces
+        self.extend, self.zipped = extend, zipped
+        self.target = lru_cache(1 << 16)(self.target)
+
+    def target(self, written):
+        """(entity or None, why it is none, whether the link's text is hidden) of a link's target."""
+        name = written.strip(" _:")
+        prefix, colon, _ = name.partition(":")
+        hidden = not written.lstrip().startswith(":")       # [[Category:…]] is hidden, [[:Category:…]] is not
+        namespace = self.namespaces.get(prefix.strip().replace("_", " ").lower()) if colon else 0
+        if namespace in (6, 14):
+            return None, "to a file" if namespace == 6 else "to a category", hidden
+        if namespace:
+            return None, "to another namespace", False
+        if colon and OTHER_WIKI.fullmatch(prefix):
+            return None, "to another wiki", False
+        if colon and LANGUAGE.fullmatch(prefix):
+            return None, "to another language", hidden
+        name = canonical(name)
+        if not name and "#" in written:
+            return None, "to a section of its page", False
+        if not name or any(c in name for c in "<>{}\n\1\4"):
+            return None, "broken", False
+        name = self.redirects.get(name, name)
+        if not name:
+            return None, "to a redirect that leads to no article", False
+        if name in self.disambiguations or name.endswith(" (disambiguation)"):
+            return None, "to a disambiguation page", False
+        return name, None, False
+
+    def paragraphs(self, text, counts) -> list:
+        """[(text, mentions)] of a page's wikitext."""
+        entities, paragraphs, lines, skipped = [], [], [], 7
+
+        def say(m):
+            arguments = [a for a in ARGUMENT.split(m[2]) if "=" not in a] or [""]
+            if m[1].lower() in ("convert", "cvt"):          # {{convert|10|to|12|km|mi}}
+                said = " ".join(arguments[:4 if arguments[1:2] in (["to"], ["-"], ["and"]) else 2])
+            else:
+                said = arguments[-1 if m[1].lower() in ("lang", "transl") else 0]
+            counts["links", "in a template"] += m[0].count("[[") - said.count("[[")
+            return said
+
+        def link(m):
+            written, text, trail = m.groups()
+            entity, why, hidden = self.target(written)
+            if hidden:
+                counts["links", why] += 1
+                counts["links", "in a caption"] += m[0].count("\1")
+                return "\4" + trail
+            text = text.rpartition("|")[2] if text and text.strip(" \4") else written.strip(" :#")
+            text = text.replace("\n", " ")                  # paragraphs are made of whole lines
+            if why or "\1" in text:                         # a link inside a link: the inner one counts
+                counts["links", why or "broken"] += 1
+                counts["links", "broken"] += m[0].count("\1") - text.count("\1")
+                return text + trail
+            entities.append(entity)
+            return f"\1{len(entities) - 1}\2{text}{trail}\3"
+
+        text = remove_spans(SAYING.sub(say, text), counts)
+        for _ in range(8):                                  # innermost first, as in captions
+            text, n = LINK.subn(link, text)
+            if not n:
+                break
+        counts["links", "broken"] += text.count("[[")
+        text = text.replace("\4", "")
+        for pattern, new in MARKUP:
+            text = pattern.sub(new, text)
+        text = html.unescape(text)
+        for old, new in LITERALS:                           # thrice as fast as one pattern
+            text = text.replace(old, new)
+        for pattern, new in GAPS:
+            text = pattern.sub(new, text)
+        for line in chain(text.split("\n"), [""]):
+            line = line.strip()
+            if line.startswith("="):
+                level = len(line) - len(line.lstrip("="))
+                if level <= skipped:
+                    skipped = level if line.strip("= ").lower() in NO_PROSE_SECTIONS else 7
+                counts["links", "in a heading"] += line.count("\1")
+            elif skipped < 7:
+                counts["links", "in a section of references"] += line.count("\1")
+            elif line.startswith("|"):                      # of a table or template that nobody opened
+                counts["links", "in a table"] += line.count("\1")
+            elif line.strip("-*#:; "):
+                lines.append(line.lstrip("*#:; ") if line[0] in "*#:;" else line)
+                continue
+            if lines:
+                paragraph, mentions = self.unmark("\n".join(lines), entities, counts)
+                kept = any(c.isalnum() for c in paragraph)
+                paragraphs += [(paragraph, mentions)] * kept
+                counts["links", "kept" if kept else "without a text"] += len(mentions)
+                lines = []
+        return paragraphs
+
+    def unmark(self, marked, entities, counts):
+        parts = MARK.split(marked)                          # plain, number, shown, plain, …, plain
+        text, offset, mentions = [parts[0]], len(parts[0]), []
+        for number, shown, plain in zip(parts[1::3], parts[2::3], parts[3::3]):
+            start, end = offset + len(shown) - len(shown.lstrip()), offset + len(shown.rstrip())
+            if start < end:
+                mentions.append(Mention(start, end, entities[int(number)]))
+            else:
+                counts["links", "without a text"] += 1
+            text += [shown, plain]
+            offset += len(shown) + len(plain)
+        return "".join(text), mentions
+
+    def page(self, page, counts) -> list:
+        """The corpus lines of one page; counts says what became of it and of each of its links."""
+        title, n = canonical(page.title), page.text.count("[[")
+        kind = ("other namespace" if page.namespace else "redirect" if page.redirect is not None else
+                "disambiguation page" if title in self.disambiguations else
+                "article" if page.text.strip() else "empty page")
+        counts["pages", kind] += 1
+        counts["links"] += n
+        if kind != "article":
+            counts["links", f"on a page left out ({kind})"] += n
+            return []
+        paragraphs = self.paragraphs(page.text, counts)
+        if self.extend:
+            counts["added"] -= sum(len(mentions) for _, mentions in paragraphs)
+            paragraphs = extend_mentions(title, paragraphs)
+            counts["added"] += sum(len(mentions) for _, mentions in paragraphs)
+        counts["texts"] += len(paragraphs)
+        return [{"title": title, "text": text,
+                 "mentions": [{"start": m.start, "end": m.end, "entity": m.entity} for m in mentions]}
+                for text, mentions in paragraphs]
+
+    def batch(self, pages):
+        """(bytes of the output, counts). Zipped alone, so that any number of workers writes the same file."""
+        counts = Counter()
+        lines = chain.from_iterable(self.page(page, counts) for page in pages)
+        data = "".join([json.dumps(line, ensure_ascii=False) + "\n" for line in lines]).encode()
+        return gzip.compress(data, 2, mtime=0) if self.zipped and data else data, counts
+
+
+def _words(text):
+    for mark in ",.;:()[]\"'-–—/":                          # twice as fast as a pattern
+        text = text.replace(mark, " ")
+    return text.split()
+
+
+def _strings_for(shown, entity) -> list:
+    """[(first word, string, only at a sentence's start)] that mean an entity where a link to it read `shown`.
+
+    Its title without a bracket, and what was shown if the title ends in it ("Einstein", but not "population"
+    for "Demographics of Albania"). What is linked in lower case has its capital where a sentence starts."""
+    base = entity.rpartition(" (")[0] or entity if entity[-1] == ")" else entity
+    common = shown[0].islower()
+    name = base[0].lower() + base[1:] if common else base
+    if len(name) < 3 or not name[0].isalnum() or common and base != entity and " " not in name:
+        return []                                           # after [[state (polity)|state]]: the verb?
+    strings = [(name, False)]
+    if common:
+        strings.append((name[0].upper() + name[1:], True))
+        if shown == name + "s":
+            strings += [(string + "s", at_start) for string, at_start in strings]
+    elif base.endswith(" " + shown) and " of " not in base and base.istitle():
+        strings.append((shown, False))
+    return [(words[0], string, at_start) for string, at_start in strings if (words := _words(string))]
+
+
+def _stands_alone(text, start, end, at_start) -> bool:
+    before, after = text[max(0, start - 40):start], text[end:end + 2]
+    if before[-1:].isalnum() or before[-1:] == "-" or after[:1].isalnum() or \
+            after[:1] == "-" and after[1:].isalnum():
+        return False
+    opening = before.rstrip("\"'( ")
+    starts_sentence = not opening or opening[-1] in ".!?\n:;"
+    if at_start or not text[start].isupper():
+        return starts_sentence or not at_start
+    word_before = before[:-1].rpartition(" ")[2] if before[-1:] == " " and not starts_sentence else ""
+    return not word_before[:1].isupper() and not (after[:1] == " " and after[1:].isupper())
+
+
+def extend_mentions(title, paragraphs) -> list:
+    """Links what repeats the page's title or an earlier link of the page: Wikipedia links the first only.
+
+    The longest known string wins. A name inside a longer name (a capitalised word beside it) or a compound (a
+    hyphen) is left alone."""
+    known, by_word = {}, {}     # string -> (only at a start, entity); first word -> strings, known or not yet
+    result = []
+
+    def learn(strings, entity):
+        for _, string, at_start in strings:
+            if known.get(string, ("", ""))[1] != title:     # [[Alabama (people)|Alabama]] on Alabama's page
+                known[string] = at_start, entity
+
+    own = _strings_for(title, title)
+    if title[1:].islower():                                 # "Anarchism": a name or a common noun
+        own += _strings_for(title.lower(), title)[:1]
+    learn(own, title)
+    for text, mentions in paragraphs:
+        strings = [_strings_for(text[m.start:m.end], m.entity) for m in mentions]
+        for first, string, _ in chain(own, *strings):
+            if len(by_word.setdefault(first, set())) < 100:         # a page of thousands of "List of …"
+                by_word[first].add(string)
+        places = [(len(text), 0, "")]
+        for word in by_word.keys() & set(_words(text)):
+            for string in by_word[word]:
+                at = text.find(string)
+                while at >= 0:
+                    places.append((at, -len(string), string))       # so that the longest comes first
+                    at = text.find(string, at + 1)
+        found, n, pos, limit = [], 0, 0, mentions[0].start if mentions else len(text)
+        for start, length, string in sorted(places):
+            while limit <= start and n < len(mentions):     # a mention is known from its own end on
+                learn(strings[n], mentions[n].entity)
+                found.append(mentions[n])
+                pos, n = mentions[n].end, n + 1
+                limit = mentions[n].start if n < len(mentions) else len(text)
+            if start < pos or string not in known:
+                continue
+            (at_start, entity), end = known[string], start - length
+            if length < -4 and text[end:end + 1] == "s" and (at_start or string[0].islower()):
+                end += 1                                    # a plural
+            if end <= limit and _stands_alone(text, start, end, at_start):
+                found.append(Mention(start, end, entity))
+                pos = end
+        result.append((text, found))
+    return result
+
+
+def _start_worker(*arguments):
+    global _wikitext
+    _wikitext = Wikitext(*arguments)
+
+
+def _wikitext_batch(pages):
+    return _wikitext.batch(pages)
+
+
+def _in_order(batches, workers, arguments):
+    if workers <= 1:
+        yield from map(Wikitext(*arguments).batch, batches)
+        return
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=arguments) as pool:
+        waiting = deque()                                   # short, or the reader fills the memory
+        for batch in batches:
+            waiting.append(pool.submit(_wikitext_batch, batch))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
+
+
+def write_wiki(path, out, extend=True, workers=1) -> Counter:
+    """Writes the corpus of a dump, gzipped if `out` ends in .gz, and returns the counts. Raises DataError.
+
+    Reads the dump twice: a redirect may stand after the links that go through it. Memory holds a few batches
+    and the redirects, about 200 bytes each."""
+    namespaces, redirects, disambiguations, n = dict(NAMESPACES), {}, set(), 0
+    wikitext = Wikitext({}, set(), namespaces)
+    for n, page in enumerate(read_dump(path, namespaces, "redirects"), 1):
+        if page.namespace == 0 and page.redirect is not None:
+            redirects[canonical(page.title)] = wikitext.target(page.redirect)[0] or ""
+        elif page.title.endswith(" (disambiguation)") or DISAMBIGUATION.search(page.text[-5000:]):
+            disambiguations.add(canonical(page.title))
+    if not n:
+        raise DataError(f"{path}: holds no page; give a pages-articles dump")
+    for title, target in redirects.items():
+        seen = {title}
+        while target in redirects and target not in seen:
+            seen.add(target)
+            target = redirects[target]
+        redirects.update(dict.fromkeys(seen, "" if target in seen else target))
+
+    def batches():
+        batch, size = [], 0
+        for page in read_dump(path, namespaces, "articles"):
+            batch.append(page)
+            size += len(page.text)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+        yield batch
+
+    counts, arguments = Counter(), (redirects, disambiguations, namespaces, extend, str(out).endswith(".gz"))
+    try:
+        with open(f"{out}.tmp", "wb") as file:
+            for data, some in _in_order(batches(), workers, arguments):
+                file.write(data)
+                counts.update(some)
+        os.replace(f"{out}.tmp", out)
+    except BrokenProcessPool as e:
+        raise DataError(f"{path}: a worker has died, perhaps for want of memory; take fewer --workers") from e
+    except OSError as e:
+        raise DataError(f"{out}: cannot be written ({e.strerror or e}); choose another name") from e
+    finally:
+        if os.path.exists(f"{out}.tmp"):
+            os.remove(f"{out}.tmp")
+    return counts
+
+
+def wiki(path, out, extend=True, workers=1):
+    """`data.py wiki`: writes the corpus of a dump and prints what became of each page and of each link."""
+    counts = write_wiki(path, out, extend, workers)
+    counts["pages"] = sum(n for key, n in counts.items() if key[0] == "pages")
+    for group in ("pages", "links"):
+        print(f"{group:<46}{counts[group]:>12,}")
+        for key, n in counts.most_common():
+            if key[0] == group and n:
+                print(f"  {key[1]:<44}{n:>12,}")
+    print(f"{'mentions added':<46}{counts['added']:>12,}\n{'texts written':<46}{counts['texts']:>12,}")
+    print(f"{'templates and tables that are not closed':<46}{counts['unclosed']:>12,}")
+
+
+# ---------------------------------------------------------------- the published task files
+
+# No gold evidence is taken from any of them (§4.1). HoVer says the same two labels in other words. FEVER's
+# third, NOT ENOUGH INFO, stays: the paper's FEVER is three-way (RAG's 72.5 beside it is a three-way figure).
+LABELS = {"SUPPORTS": "SUPPORTS", "SUPPORTED": "SUPPORTS", "REFUTES": "REFUTES", "NOT_SUPPORTED": "REFUTES",
+          "NOT ENOUGH INFO": "NOT ENOUGH INFO", None: None}         # test files have none
+CLAIMS = {"fever": "claim", "hover": "claim", "fm2": "text"}
+QUESTIONS = {           # the field of the question; the names of its answers, best first, [] in test files
+    "triviaqa": ("Question", lambda r: [r["Answer"]["Value"]] + r["Answer"].get("Aliases", [])
+                 if "Answer" in r else []),
+    "complexwebquestions": ("question", lambda r: [name for a in r.get("answers", [])
+                                                   for name in [a["answer"]] + a.get("aliases", []) if name]),
+    "entityquestions": ("question", lambda r: r.get("answers", []) + [])}
+
+
+def task_records(path):
+    """("FILE: record 3" or "FILE:3", record) of a JSON list, {"Data": list}, JSON lines or a tar of these."""
+    if ".tar" in os.path.basename(path):
+        try:
+            with tarfile.open(path) as archive:             # each is read from it; nothing is unpacked
+                files = [(f"{path}/{m.name}", archive.extractfile(m).read().decode("utf-8"))
+                         for m in archive if m.isfile() and m.name.endswith((".json", ".jsonl"))]
+        except (OSError, EOFError, ValueError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
+            raise DataError(f"{path}: not a whole archive of UTF-8 files ({e}); download it again") from e
+    else:
+        files = [(path, "".join(open_text(path)))]
+    for name, text in files:
+        try:
+            records = json.loads(text)
+        except (ValueError, RecursionError) as e:           # JSON lines, then
+            if text.lstrip()[:1] == "[":
+                raise DataError(f"{name}:{getattr(e, 'lineno', 1)}: not JSON, {e}; download it again") from e
+            for n, line in enumerate(text.split("\n"), 1):
+                try:
+                    if line.strip():
+                        yield f"{name}:{n}", json.loads(line)
+                except (ValueError, RecursionError) as e:
+                    raise DataError(f"{name}:{n}: not JSON, {e}; correct this line or take it out") from e
+            continue
+        records = records.get("Data", [records]) if isinstance(records, dict) else records
+        for n, record in enumerate(records if isinstance(records, list) else [records], 1):
+            yield f"{name}: record {n}", record
+
+
+def task_example(name, record) -> dict:
+    """An example (DESIGN.md, files) of a record of task `name`. Raises ValueError."""
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if name in CLAIMS:
+        label = record.get("label")
+        if not isinstance(label, str | None) or label not in LABELS:
+            raise ValueError(f'"label" is {label!r}')
+        example = {"text": _string(record, CLAIMS[name]), "label": LABELS[label]}
+    else:
+        key, names = QUESTIONS[name]
+        try:
+            answers = list(dict.fromkeys(names(record)))
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"its answers are not in the published form ({type(e).__name__}: {e})") from e
+        if not all(isinstance(a, str) for a in answers):
+            raise ValueError("an answer is not a string")
+        example = {"question": _string(record, key), "answer_text": answers}
+    if record.get("mentions") is not None:                  # else they are found when the example is used
+        text = example["text" if name in CLAIMS else "question"]
+        example["mentions"] = [m._asdict() for m in _mentions(record, text)]
+    return example
+
+
+def answer_key(name):
+    """What is compared: lower case, no punctuation, "_" or article: "The_Black_Sea" becomes "black sea"."""
+    words = re.findall(r"\w+", name.replace("_", " ").lower())
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def answer_entities(wanted, corpus=None, entities=None) -> dict:
+    """answer_key -> entity for the keys in `wanted`: the entity of that title, else of that title but for a
+    bracket at its end, else the one that the corpus most often calls so. Of several, the most frequent."""
+    found = {}                                              # (how, key) -> Counter of entities
+
+    @lru_cache(1 << 20)
+    def keys(entity, shown):
+        return answer_key(entity), answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)), answer_key(shown)
+
+    if corpus:
+        named = ((m.entity, text.text[m.start:m.end])
+                 for text in read_corpus(corpus) for m in text.mentions if m.entity)
+    else:
+        named = ((line.strip(), "") for line in open_text(entities))
+    for entity, shown in named:
+        for how, key in enumerate(keys(entity, shown)):
+            if key in wanted:
+                found.setdefault((how, key), Counter())[entity] += 1
+    return {key: found[how, key].most_common(1)[0][0] for how, key in sorted(found, reverse=True)}
+
+
+def task(name, paths, out, corpus=None, entities=None):
+    """`data.py task`: published files as examples. Raises DataError.
+
+    A question keeps its answers as "answer_text"; "answers" are the entities among them. With none it counts
+    as wrong (§4.2)."""
+    if name in QUESTIONS and not (corpus or entities):
+        raise DataError(f"{name}: answers are mapped to entities; give them with --corpus or --entities")
+    examples = []
+    for where, record in chain.from_iterable(map(task_records, paths)):
+        try:
+            examples.append(task_example(name, record))
+        except ValueError as e:
+            raise DataError(f"{where}: {e}; is this a file of {name}, as published?") from e
+    if not examples:
+        raise DataError(f"{paths[0]}: holds no record; give the file as published")
+    if name in CLAIMS:
+        labels = Counter(e["label"] or "without a label" for e in examples)
+        print(f"{len(examples):,} claims:", ", ".join(f"{n:,} {label}" for label, n in labels.most_common()))
+    else:
+        wanted = {answer_key(answer) for e in examples for answer in e["answer_text"]} - {""}
+        known = answer_entities(wanted, corpus, entities)
+        for e in examples:
+            keys = map(answer_key, e["answer_text"])
+            e["answers"] = list(dict.fromkeys(known[key] for key in keys if key in known))
+        n, mapped = (sum(bool(e[key]) for e in examples) for key in ("answer_text", "answers"))
+        print(f"{len(examples):,} questions, {n:,} with answers; for {mapped:,} an answer is an entity "
+              f"({mapped / max(n, 1):.1%})")
+    try:
+        write_lines(out, examples)
+    except OSError as e:
+        raise DataError(f"{out}: cannot be written ({e.strerror}); choose another name") from e
+
+
+@lru_cache(1)
+def _pipeline():
+    try:
+        import spacy
+    except ImportError as e:
+        raise DataError("noun chunks need spaCy, which is not installed; install it or give mentions") from e
+    names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
+    if not names:
+        raise DataError("noun chunks need an English pipeline of spaCy; install one, such as en_core_web_sm")
+    return spacy.load(names[0], exclude=["ner", "lemmatizer"])
+
+
+def noun_chunks(text) -> list:
+    """The noun chunks of a text as mentions: the paper's mentions of claims and questions (app. A)."""
+    return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
+
+
 # ---------------------------------------------------------------- command line
 
 def check(path, vocab=None) -> int:
@@ -985,7 +1635,7 @@ def check(path, vocab=None) -> int:
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make the toy world, or check a corpus file.")
+    parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
     commands = parser.add_subparsers(dest="command", required=True)
     toy = commands.add_parser("toy", help="write corpus.jsonl and examples of a made-up world")
     toy.add_argument("--out", required=True)
@@ -993,10 +1643,26 @@ def main():
     checked = commands.add_parser("check", help="count what a corpus file holds, or report its errors")
     checked.add_argument("file")
     checked.add_argument("--vocab", help="a BERT vocab.txt or a tokenizer.json of ours (default: trained)")
+    dump = commands.add_parser("wiki", help="turn a Wikipedia dump (pages-articles, XML or bz2) into a corpus file")
+    dump.add_argument("file")
+    dump.add_argument("--out", required=True, help="corpus.jsonl or corpus.jsonl.gz")
+    dump.add_argument("--no-extend", action="store_true", help="leave further mentions of a page's links unlinked")
+    dump.add_argument("--workers", type=int, default=1)
+    published = commands.add_parser("task", help="turn the published files of a task into examples")
+    published.add_argument("name", choices=[*CLAIMS, *QUESTIONS])
+    published.add_argument("files", nargs="+")
+    published.add_argument("--out", required=True)
+    named = published.add_mutually_exclusive_group()
+    named.add_argument("--corpus", help="questions: map answers to the entities of this corpus file")
+    named.add_argument("--entities", help="questions: map answers to the names in this file, one a line")
     args = parser.parse_args()
     try:
         if args.command == "toy":
             write_toy(args.out, args.seed)
+        elif args.command == "wiki":
+            wiki(args.file, args.out, not args.no_extend, args.workers)
+        elif args.command == "task":
+            task(args.name, args.files, args.out, args.corpus, args.entities)
         else:
             return check(args.file, args.vocab)
     except DataError as e:

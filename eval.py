@@ -185,11 +185,12 @@ def report(run, stage, task):
     if stage == "batch-tome":
         train.say(f"Mention Encoder and BATCH-TOME are in {run.out / 'batch-tome.pt'}; curves in {run.out / 'log.jsonl'}.")
         return
-    tome, fingerprint = train.load_tome(run, task or "tome")
-    memory = load_memory(run.out / "memory", fingerprint, run.device)
     if train.ann.rank_and_size()[1] > 1:
         train.say(f"Done; python eval.py --out {run.out} shows what was learnt.")
-    elif stage == "tome":
+        return
+    tome, fingerprint = train.load_tome(run, task or "tome")
+    memory = load_memory(run.out / "memory", fingerprint, run.device)
+    if stage == "tome":
         figures = masked_mention_figures(run, tome, memory)
         print_masked(figures)
         for fraction in (0.1, 0.5):

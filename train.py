@@ -472,6 +472,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     progress.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    ann.barrier()           # nobody reads the checkpoint before it is written
 
 
 def trim_log(path, stage, step):
@@ -804,4 +805,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import train            # under its own name: eval.py imports it too, and there must be one of each exception
+    sys.exit(train.main())

@@ -253,7 +253,7 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
     out = tmp_path / "two"
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                            str(worker), "--stage", "tome", "--corpus", str(small_world), "--out", str(out)],
                           capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
