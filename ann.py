@@ -4,16 +4,16 @@
 
     exact_topk       appendix C.1.1: every query against every key, one tile of scores [chunk, Q] at a time
     BucketedIndex    appendix C.1.2: keys in k-means buckets, a query looks only into its n_search best ones
-    sharded_topk     appendix C.1: each process searches its own keys for everybody's queries, then a second top-k
+    sharded_topk     appendix C.1: each process searches its own keys for everybody's queries, a second top-k
     fetch            … and the chosen rows, and only those, are sent for
 
 The three searches return the same thing: scores by falling value, equal scores by rising id; no entry of the
-query's own passage (passage -1 is nobody's); score -inf and id -1 where there is nothing left. Keys may be float32,
-float16 or bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes, except through
-`gather`.
+query's own passage (passage -1 is nobody's); score -inf and id -1 where there is nothing left. Keys may be
+float32, float16 or bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes, except
+through `gather`.
 
-All torch.distributed code of the project is at the end of this file. Without an initialised process group every
-function there does the same for the one process, without a copy.
+All torch.distributed code of the project is at the end of this file. Without an initialised process group
+every function there does the same for the one process, without a copy.
 """
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 INF = float("inf")
-BLOCK = 32              # scores that are first looked at together, as their maximum
+BLOCK = 16              # scores that are first looked at together, as their maximum
 QUERIES = 1024          # a search of more queries is a loop over so many
-TILE = 2 ** 20          # scores computed at a time in an exact search: they stay in the cache
+TILE = 2 ** 21          # scores computed at a time in an exact search: they stay in the cache
 SCORES = 2 ** 25        # scores held at a time in a bucketed search
 SAMPLE = 256            # points a cluster on which k-means learns
 
@@ -170,8 +170,8 @@ def sample_of(N, n_clusters, seed):
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
     """Lloyd's k-means: centroids [C, d], the nearest one of each point [N] (int64). No cluster is empty.
 
-    points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init` [C, d] or at
-    points chosen by seed and learn on at most SAMPLE points a cluster, for n_iters steps or until nothing changes.
+    points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init` [C, d] or at points
+    chosen by seed and learn on at most SAMPLE points a cluster, for n_iters steps or until nothing changes.
     """
     C, device = min(n_clusters, len(points)), getattr(points, "device", "cpu")
     x = take(points, sample_of(len(points), C, seed), device).float()
@@ -196,9 +196,9 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
 class BucketedIndex:
     """Keys in buckets by direction; a query looks only into its n_search best ones (appendix C.1.2).
 
-    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and a key's bucket as well as
-    a query's are chosen by the dot product with the centroids' directions: centroids with their lengths would draw
-    every query to the same few long ones (tests/bench.py buckets shows what that costs).
+    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and a key's bucket as well
+    as a query's are chosen by the dot product with the centroids' directions: centroids with their lengths would
+    draw every query to the same few long ones (tests/bench.py buckets shows what that costs).
     """
 
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
@@ -228,7 +228,7 @@ class BucketedIndex:
         if n_scores > SCORES and Q > 1:
             return in_parts(lambda q, p: self.search(q, k, n_search, p), -(-Q // 2), queries, query_passage)
 
-        # A row of scores for each (query, bucket it looks into), by bucket: a bucket is read once, for all who ask.
+        # A row of scores for each (query, bucket it looks into), by bucket: read once, for all who ask.
         bucket, order = probe.view(-1).sort(stable=True)                             # (R,)
         query = order // probe.shape[1]
         queries = queries[query]                                                     # (R, d)
@@ -250,11 +250,11 @@ class BucketedIndex:
         scores = scores.view(-1, b)                                                  # (B, b)
         block_best = scores.amax(1)
         row, place = ragged(width[bucket] // b)                           # (B,) each block's row, place in it
-        before = (width[probe].cumsum(1) - width[probe]).view(-1)[order] // b    # (R,) the query's blocks before
+        before = (width[probe].cumsum(1) - width[probe]).view(-1)[order] // b  # (R,) its blocks before
         wide = torch.full((Q, int(width[probe].sum(1).max()) // b), -INF, device=device)
         wide[query[row], before[row] + place] = block_best                           # (Q, blocks of a query)
         rank = torch.full((Q, 1), k, device=device)
-        if query_passage is not None:   # so many blocks may owe their best to its own passage: they prove nothing
+        if query_passage is not None:   # so many blocks may owe their best to its own passage
             query_passage = query_passage.masked_fill(query_passage < 0, -2)
             rank += (torch.searchsorted(self.sorted_passage, query_passage, right=True)
                      - torch.searchsorted(self.sorted_passage, query_passage))[:, None]
@@ -351,7 +351,7 @@ def gather(x):
 
 def exchange(what, x, counts, back=None):
     """Sends the first counts[0] rows of x to process 0, the next counts[1] to process 1, …; returns the rows
-    received, in the order of their senders, and how many each sent. back: these numbers, where they are known."""
+    received, in the order of their senders, and how many each sent. back: these numbers, where known."""
     rank, size = rank_and_size()
     if back is None:
         back = torch.empty(size, dtype=torch.int64, device=x.device)
@@ -368,9 +368,9 @@ def exchange(what, x, counts, back=None):
 def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     """The k best, for this process's queries, of the k_shard best in every process's shard (appendix C.1).
 
-    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's own n_local keys; queries
-    [Q, d], query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go on from
-    shard to shard. Exact if k_shard = k; with less, a shard that holds more than k_shard of the k best loses the rest.
+    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's own n_local keys.
+    queries [Q, d], query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go on
+    from shard to shard. Exact if k_shard = k; with less, a shard with more than k_shard of the k best loses the rest.
     "Without a second top-k" (appendix C.2, entity prediction) is k = k_shard × processes.
     """
     rank, size = rank_and_size()
@@ -380,7 +380,8 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     else:
         counts = lengths(Q, queries.device)
         offset = sum(lengths(n_local, queries.device)[:rank])
-        scores, ids = search(gather(queries), k_shard, None if query_passage is None else gather(query_passage))
+        everyone = None if query_passage is None else gather(query_passage)
+        scores, ids = search(gather(queries), k_shard, everyone)
         ids = torch.where(ids < 0, ids, ids + offset)                              # (queries of all, k_shard)
         scores, ids = (exchange("candidates", x, counts, [Q] * size)[0].view(size, Q, k_shard).transpose(0, 1)
                        .reshape(Q, size * k_shard) for x in (scores, ids))
@@ -392,10 +393,10 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
 
 @torch.no_grad()
 def fetch(ids, tables):
-    """Rows of sharded tables for the ids [Q, k] of `sharded_topk`: a list of tensors [Q, k, …], zeros for id -1.
+    """Rows of sharded tables for ids [Q, k] of `sharded_topk`: a list of tensors [Q, k, …], zeros for id -1.
 
-    tables: this process's shards, tensors or memory maps, all of one length. A process asks once for a row that
-    it needs, however often it needs it, and nothing else travels.
+    tables: this process's shards, tensors or memory maps, all of one length. A process asks once for a row
+    that it needs, however often it needs it, and nothing else travels.
     """
     rank, size = rank_and_size()
     chosen = ids >= 0

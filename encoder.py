@@ -36,7 +36,7 @@ class Config:
     value_dim: int = 512        # d_V
     coref_dim: int = 512        # d_C
     k: int = 128                # memories a mention attends to
-    k_shard: int = 2            # … of which each process offers at most so many (app. C.2), and at least k / processes
+    k_shard: int = 2            # … of which each process offers so many (app. C.2), or k / processes if that is more
     k_answer: int = 4096        # memories in the sum of eq. 10
     k_answer_shard: int = 32    # … likewise: 32 from each of the paper's 128 processes
 

@@ -98,8 +98,7 @@ def retrievals(run, tome, memory, batch, n=3):
 def show_masked(run, tome, memory, n=5, out=sys.stdout):
     """The first held-out mentions, n seen and n unseen, none chosen: what was masked, what the model says, and what
     the masked mention retrieved."""
-    n_each = n
-    for kind, mentions in zip(("seen in training", "never seen in training"), split_eval_mentions(run, n_each)):
+    for kind, mentions in zip(("seen in training", "never seen in training"), split_eval_mentions(run, n)):
         print(f"\nMasked mentions of entities {kind}:", file=out)
         if not len(mentions):
             continue
@@ -161,7 +160,8 @@ def ask(run, tome, memory, task, text, out=sys.stdout):
 
 def print_masked(figures):
     print("\nHeld-out mentions, each masked alone: share of its words filled in rightly")
-    print("  entities              with the memory   emptied   shuffled      attention on the same entity: visible  masked")
+    print("  entities              with the memory   emptied   shuffled      "
+          "attention on the same entity: visible  masked")
     for kind, name in (("seen", "seen in training"), ("unseen", "never seen")):
         m, mass = figures["masked_mention"][kind], figures["same_entity_mass"][kind]
         if m["n"]:
@@ -183,7 +183,7 @@ def print_task(figures, task):
 def report(run, stage, task):
     """What train.py prints at the end: what was learnt, and where it lies."""
     if stage == "batch-tome":
-        train.say(f"Mention Encoder and BATCH-TOME are in {run.out / 'batch-tome.pt'}; curves in {run.out / 'log.jsonl'}.")
+        train.say(f"Mention Encoder and BATCH-TOME are in {run.out / 'batch-tome.pt'}, curves in {run.out / 'log.jsonl'}.")
         return
     if train.ann.rank_and_size()[1] > 1:
         train.say(f"Done; python eval.py --out {run.out} shows what was learnt.")
@@ -193,13 +193,14 @@ def report(run, stage, task):
     if stage == "tome":
         figures = masked_mention_figures(run, tome, memory)
         print_masked(figures)
+        mentions = train.sample_eval_mentions(run, 300)
         for fraction in (0.1, 0.5):
-            part = train.masked_mentions(tome, run.corpus, memory.sample(fraction), train.sample_eval_mentions(run, 300),
-                                         run.device)
+            part = train.masked_mentions(tome, run.corpus, memory.sample(fraction), mentions, run.device)
             print(f"  with {fraction:.0%} of the memory: "
                   + ", ".join(f"{kind} {m['accuracy']:.2f}" for kind, m in part.items() if m["n"]))
         show_masked(run, tome, memory, n=3)
-        print(f"\nTOME is in {run.out / 'tome.pt'}, its memory in {run.out / 'memory'}, curves in {run.out / 'log.jsonl'}.")
+        print(f"\nTOME is in {run.out / 'tome.pt'}, its memory in {run.out / 'memory'}, "
+              f"curves in {run.out / 'log.jsonl'}.")
     elif (run.out / "world").exists():
         print_task(task_figures(run, tome, memory, task), task)
         print(f'\nAsk it: python eval.py --out {run.out} --task {task} --ask "…"')

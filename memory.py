@@ -276,8 +276,8 @@ def read_manifest(folder, fingerprint=None):
     except (ValueError, KeyError, TypeError) as error:
         raise MemoryFolderError(f"{path} is damaged ({error}); remove the folder and build the memory again") from None
     if fingerprint is not None and manifest["encoder"] != fingerprint:
-        raise MemoryFolderError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this model "
-                           f"starts from {fingerprint[:12]}): remove that folder and run --stage memory again")
+        raise MemoryFolderError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this "
+                           f"model starts from {fingerprint[:12]}): remove that folder and run --stage memory again")
     return manifest
 
 
@@ -296,8 +296,8 @@ def load_memory(folder, fingerprint=None, device="cpu", keep=None):
             if not path.exists():
                 raise MemoryFolderError(f"{path} is missing; run --stage memory again")
             if checksum(path) != manifest["shards"][i]["crc32"][name]:
-                raise MemoryFolderError(f"{path} is damaged (its checksum differs); delete it and its shard-{i:05d}.json, "
-                                   "then run --stage memory again")
+                raise MemoryFolderError(f"{path} is damaged (its checksum differs); delete it, manifest.json and "
+                                        f"shard-{i:05d}.json, then run --stage memory again")
             shard[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         rows = slice(None) if keep is None else keep[shard["passage"]]
         for name in ARRAYS:

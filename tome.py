@@ -44,7 +44,8 @@ class TOME(nn.Module):
         self.config = config
         self.embeddings = Embeddings(config)
         self.initial = TransformerBlock(config, config.n_initial)
-        self.blocks = nn.ModuleList(TOMEBlock(config, config.n_block // config.n_blocks) for _ in range(config.n_blocks))
+        n_layers = config.n_block // config.n_blocks
+        self.blocks = nn.ModuleList(TOMEBlock(config, n_layers) for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
         self.claim = nn.Linear(config.hidden, 2)                            # REFUTES, SUPPORTS (train.claim_logits)
@@ -215,7 +216,7 @@ def coreference_loss(z, entity, passage):
 
     For each mention, the mean over its positives of the cross-entropy of that positive against all negatives (the
     appendix's formula has the mean outside the logarithm; its text and the public code say this); then the mean over
-    the mentions that have a positive. Mentions of the same passage are neither. Candidates are those of all processes."""
+    the mentions that have a positive. Mentions of the same passage are neither. Candidates come from all processes."""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)              # (N, …)

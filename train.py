@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -63,7 +64,9 @@ class Settings:
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    slow_spans: int = 0             # see PRESETS["toy"]
+    frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn them alone costs
+                                    # Adam a thousand steps on real text; on the toy world it gains nothing
+    span_rate: float = 1.0          # learning rate of the layers that retrieve, as a multiple; see PRESETS["toy"]
     log_every: int = 1000
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -78,16 +81,17 @@ PRESETS = {
     "mini": dict(hidden=128, n_heads=8, intermediate=512, n_initial=3, n_block=1, max_positions=256, key_dim=64,
                  value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                  passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
-                 memory_dtype="float32", beta2=0.98, slow_spans=400, log_every=100, save_every=100, eval_mentions=300,
+                 memory_dtype="float32", beta2=0.98, span_rate=0.1, log_every=100, save_every=100, eval_mentions=300,
                  schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
-    # weights start as in init_retrieval, and the span layers that retrieve learn at a tenth of the rate for `slow_spans`
-    # steps, so that the coreference gradient moves the body instead of tearing query and key apart.
+    # weights start as in init_retrieval, and the span layers that retrieve learn at a tenth of the rate, so that the
+    # coreference gradient moves the body instead of tearing query and key apart.
     "toy": dict(hidden=96, n_heads=6, intermediate=384, n_initial=3, n_block=1, max_positions=128, key_dim=64,
                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
-                memory_dtype="float32", beta2=0.98, slow_spans=400, log_every=200, save_every=200, eval_mentions=200,
+                memory_dtype="float32", beta2=0.98, span_rate=0.1, frequency_bias=False,
+                log_every=200, save_every=200, eval_mentions=200,
                 schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
                           "claims": Schedule(1000, 1e-3, 50, 64), "qa": Schedule(500, 1e-3, 50, 64)}),
 }
@@ -207,7 +211,8 @@ def prepare_corpus(out, run, settings):
         corpus = data.Corpus.build(source, out / "corpus", tokenizer, settings.passage_length, settings.max_length)
         counts = corpus.meta["counts"]
         say(f"  {counts['passages']:,} passages, {counts['tokens']:,} tokens, {counts['mentions']:,} mentions "
-            f"({counts['linked']:,} linked) of {counts['entities']:,} entities; dropped: {corpus.meta['dropped'] or 'none'}")
+            f"({counts['linked']:,} linked) of {counts['entities']:,} entities; "
+            f"dropped: {corpus.meta['dropped'] or 'none'}")
     if not (out / "run.json").exists():
         write_json(out / "run.json", run)
 
@@ -262,7 +267,7 @@ def new_batch_tome(run, init=None):
             say(f"{init} has no MLM head: made a fresh one.")
         else:
             tome.mlm.load_state_dict(mlm)
-    if not init or mlm is None:     # start from the words' frequencies: alone, they cost Adam a thousand steps
+    if run.settings.frequency_bias and (not init or mlm is None):
         tokens = run.corpus.tokens[:10 ** 7]
         counts = np.bincount(tokens[run.corpus.maskable[tokens]], minlength=run.config.vocab_size) + 1
         model.tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
@@ -376,18 +381,19 @@ class Stop(Exception):
 
 def optimizer_for(model, schedule, settings):
     """AdamW; no weight decay on layer norms and biases (app. A)."""
-    slow = {id(p) for name, p in model.named_parameters()
-            if settings.slow_spans and any(part in name for part in ("query", "key", "coref"))}
-    groups = [{"params": [], "weight_decay": decay, "slow": s} for decay in (settings.weight_decay, 0.0) for s in (0, 1)]
-    for p in model.parameters():
-        groups[2 * (p.dim() < 2) + (id(p) in slow)]["params"].append(p)
+    groups = [{"params": [], "weight_decay": decay, "rate": rate}
+              for decay in (settings.weight_decay, 0.0) for rate in (1.0, settings.span_rate)]
+    for name, p in model.named_parameters():
+        retrieves = any(part in name for part in ("query", "key", "coref"))
+        groups[2 * (p.dim() < 2) + retrieves]["params"].append(p)
     return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, settings.beta2), fused=True)
 
 
 def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra):
     """Train `model` for schedule.steps steps and leave run.out/<stage>.pt.
 
-    next_batch(step) -> the whole batch of all processes; losses(model, batch) -> {name: (weight, this process's share)};
+    next_batch(step) -> the whole batch of all processes;
+    losses(model, batch) -> {name: (weight, this process's share of the loss)};
     evaluate(model) -> a dictionary for the log, with "score" where the best checkpoint is to be kept;
     extra: plain values for the checkpoint."""
     settings, device, path = run.settings, run.device, run.out / f"{stage}.pt"
@@ -423,13 +429,14 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
     n_tokens, since = 0, time.time()
     interrupted = []
-    handlers = {s: signal.signal(s, lambda number, _: interrupted.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, lambda number, _: interrupted.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM)}
     while step < schedule.steps:
         lr = schedule.lr * min((step + 1) / max(schedule.warmup, 1),
                                (schedule.steps - step) / max(schedule.steps - schedule.warmup, 1))
         for group in optimizer.param_groups:
-            group["lr"] = lr * (0.1 if group["slow"] and stage == "batch-tome" and step < settings.slow_spans else 1)
-        torch.manual_seed(hash((run.seed, stage == "tome", step, rank)) % 2 ** 31)               # dropout
+            group["lr"] = lr * group["rate"]
+        torch.manual_seed(zlib.crc32(f"{run.seed} {stage} {step} {rank}".encode()))              # dropout
         batch = next_batch(step).part(rank, size).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             parts = losses(model, batch)
@@ -462,7 +469,8 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
             say(f"{stage} {step:5d}  " + "  ".join(f"{name} {value:.3f}" for name, value in means.items())
                 + f"  {describe(measured)}")
             if "score" in measured and (best is None or measured["score"] > best):
-                best, best_weights = measured["score"], {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
+                best = measured["score"]
+                best_weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
             sums, n_tokens, since = {}, 0, time.time()
         stop = int(ann.total(len(interrupted), device)) > 0
         if step % settings.save_every == 0 or step == schedule.steps or stop:
@@ -633,7 +641,7 @@ def stage_finetune(run, task, schedule, examples_path):
     entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
     if task == "claims":
         examples = [e for e in examples if e.label is not None]
-    else:           # a question whose answer is no entity of the memory teaches nothing; in evaluation it counts as wrong
+    else:           # a question whose answer is no entity of the memory teaches nothing; evaluation counts it as wrong
         examples = [e for e in examples if any(a in entity_index for a in e.answers)]
     if not examples:
         raise RunError(f"{examples_path}: no example to train on: none has a label or an answer that is in the corpus")
@@ -765,8 +773,11 @@ def train(args):
             say(f"Stage {stage} comes first.")
         started = time.time()
         schedule = run.settings.schedule.get(args.task if stage == "finetune" else stage)
-        if last and args.steps:
-            schedule = replace(schedule, steps=args.steps, warmup=min(schedule.warmup, args.steps // 10))
+        if schedule is not None:        # --steps, or as many as this stage was started with, or the preset's
+            name = args.task if stage == "finetune" else stage
+            begun = load_checkpoint(run.out / f"{name}.pt", name)
+            steps = (args.steps if last else None) or (begun["steps"] if begun else schedule.steps)
+            schedule = replace(schedule, steps=steps, warmup=min(schedule.warmup, steps // 10))
         if stage == "batch-tome":
             stage_batch_tome(run, schedule, json.loads((run.out / "run.json").read_text())["init"])
         elif stage == "memory":

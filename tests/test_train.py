@@ -275,7 +275,7 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     data.write_toy(tmp_path / "world", 0)
     schedule = {**train.PRESETS["toy"]["schedule"], "batch-tome": train.Schedule(450, 3e-3, 50, 64),
                 "tome": train.Schedule(150, 1e-3, 20, 64)}
-    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "slow_spans": 200, "schedule": schedule})
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule})
     assert run("--stage", "tome", "--out", tmp_path, "--corpus", tmp_path / "world" / "corpus.jsonl") == 0
     loaded, tome, table = evaluation.open_run(tmp_path)
     figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)["masked_mention"]
