@@ -9,8 +9,8 @@
 
 The three searches return the same thing: scores by falling value, equal scores by rising id; no entry of the
 query's own passage (passage -1 is nobody's); score -inf and id -1 where there is nothing left. Keys may be
-float32, float16 or bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes, except
-through `gather`.
+float32, float16 or bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes,
+except through `gather`.
 
 All torch.distributed code of the project is at the end of this file. Without an initialised process group
 every function there does the same for the one process, without a copy.
@@ -170,8 +170,8 @@ def sample_of(N, n_clusters, seed):
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
     """Lloyd's k-means: centroids [C, d], the nearest one of each point [N] (int64). No cluster is empty.
 
-    points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init` [C, d] or at points
-    chosen by seed and learn on at most SAMPLE points a cluster, for n_iters steps or until nothing changes.
+    points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init` [C, d] or at
+    points chosen by seed; they learn on at most SAMPLE points a cluster, n_iters steps or until nothing changes.
     """
     C, device = min(n_clusters, len(points)), getattr(points, "device", "cpu")
     x = take(points, sample_of(len(points), C, seed), device).float()
@@ -196,8 +196,8 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
 class BucketedIndex:
     """Keys in buckets by direction; a query looks only into its n_search best ones (appendix C.1.2).
 
-    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and a key's bucket as well
-    as a query's are chosen by the dot product with the centroids' directions: centroids with their lengths would
+    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and a key's bucket and a
+    query's are chosen by the dot product with the centroids' directions: centroids with their lengths would
     draw every query to the same few long ones (tests/bench.py buckets shows what that costs).
     """
 
@@ -297,8 +297,8 @@ def barrier():
 
 
 def sum_gradients(parameters):
-    """Adds up the gradients of all processes, as one message. Every loss is this process's share of a mean over all
-    processes, so the sum is the gradient of the whole batch."""
+    """Adds up the gradients of all processes, as one message. Every loss is this process's share of a mean over
+    all processes, so the sum is the gradient of the whole batch."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if rank_and_size()[1] > 1 and grads:
         flat = torch.cat([grad.flatten() for grad in grads])
@@ -369,8 +369,8 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     """The k best, for this process's queries, of the k_shard best in every process's shard (appendix C.1).
 
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's own n_local keys.
-    queries [Q, d], query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go on
-    from shard to shard. Exact if k_shard = k; with less, a shard with more than k_shard of the k best loses the rest.
+    queries [Q, d], query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go
+    on from shard to shard. Exact if k_shard = k; with less, what a shard has beyond its k_shard best is lost.
     "Without a second top-k" (appendix C.2, entity prediction) is k = k_shard × processes.
     """
     rank, size = rank_and_size()

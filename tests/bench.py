@@ -1,7 +1,7 @@
-"""What the parts of this project cost, beside others: python tests/bench.py [search] [buckets] [shards] [--keys FILE.npy]
+"""What the parts of this project cost, beside others: python tests/bench.py [search|buckets|shards …]
 
-One table. Times are seconds, the shortest of several turns taken one after the other, so that a busy machine is
-everybody's. ratio: how many times faster ours is. floor: what cannot be avoided, measured in the same turns.
+One table. Times are seconds, the shortest of several turns that the contenders take one after the other, so that
+a busy machine is everybody's. ratio: how many times faster ours is. floor: the bare matmul, in the same turns.
 faiss is optional here (pip install faiss-cpu); without it its cells are empty.
 """
 import argparse
@@ -29,11 +29,11 @@ def row(what, ours="", theirs="", floor="", unit="s"):
     ratio = f"{theirs / ours:.2f}" if ours and theirs else ""
     cells = [f"{x:.3g} {unit}" if isinstance(x, float) else x for x in (ours, theirs)]
     cells += [ratio, f"{floor:.3g} {unit} (ours {ours / floor:.2f} ×)" if isinstance(floor, float) else floor]
-    print(f"| {what:<62} | " + " | ".join(f"{x:>{n}}" for x, n in zip(cells, (10, 10, 6, 24))) + " |", flush=True)
+    print(f"| {what:<62} |", " | ".join(f"{x:>{n}}" for x, n in zip(cells, (10, 10, 6, 24))), "|", flush=True)
 
 
 def race(turns, **functions):
-    """Every function once to warm up, then `turns` times each in turn: {name: shortest time}, {name: its result}."""
+    """Each function once to warm up, then `turns` times in turn: {name: shortest time}, {name: its result}."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
     for _ in range(turns):
@@ -52,7 +52,7 @@ def overlap(ids, exact):
 
 
 def clustered(N, d, n_entities, n_queries, device, seed=0):
-    """Keys like those of a memory, many mentions an entity and lengths that differ; queries like its mentions.
+    """Keys like those of a memory, many mentions an entity, lengths that differ; queries like its mentions.
     Returns keys [N, d] entity after entity, queries [Q, d]."""
     generator = torch.Generator().manual_seed(seed)
     entity = torch.randn(n_entities, d, generator=generator)
@@ -116,18 +116,20 @@ def search(args):
     what = f"exact, {Q} queries, {N:,} keys of {d}, k {k}"
     if faiss:
         row(f"{what}; theirs: faiss IndexFlatIP", times["ours"], times["faiss"], times["floor"])
-        print(f"  share of faiss's ids that are ours: {overlap(results['ours'][1].cpu(), torch.from_numpy(results['faiss'][1])):.6f}")
+        same = overlap(results["ours"][1].cpu(), torch.from_numpy(results["faiss"][1]))
+        print(f"  share of faiss's ids that are also ours: {same:.6f} (the rest: scores that round differently)")
     row(f"{what}; theirs: chunks, topk", times["ours"], times["naive"], times["floor"])
     row("… without the query's own passage", times["own"], "", times["floor"])
     for dtype in (torch.float16, torch.bfloat16):
         half = keys.to(dtype)
-        times, _ = race(args.turns, ours=lambda: ann.exact_topk(queries, half, k), floor=lambda: product(queries, keys))
+        times, _ = race(args.turns, ours=lambda: ann.exact_topk(queries, half, k),
+                        floor=lambda: product(queries, keys))
         row(f"… {str(dtype).removeprefix('torch.')} keys", times["ours"], "", times["floor"])
 
     few, toy = keys[:10000], torch.randn(1000, d, generator=generator).to(args.device)
-    times, _ = race(5 * args.turns, ours=lambda: ann.exact_topk(toy, few, k), theirs=lambda: (toy @ few.T).topk(k),
-                    floor=lambda: product(toy, few))
-    row("exact, 1,000 queries, 10,000 keys; theirs: matmul, topk", times["ours"], times["theirs"], times["floor"])
+    times, _ = race(5 * args.turns, ours=lambda: ann.exact_topk(toy, few, k),
+                    theirs=lambda: (toy @ few.T).topk(k), floor=lambda: product(toy, few))
+    row("exact, 1,000 queries, 10,000 keys; theirs: matmul, topk", *times.values())
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "keys.npy")
@@ -139,7 +141,7 @@ def search(args):
                              capture_output=True, text=True)
     seconds, grown = map(float, run.stdout.split())
     row("exact, 4,000,000 float16 keys on disk, once, on the CPU", seconds)
-    row("… resident memory grows by; floor: the file, while it is mapped", grown, "", 4e6 * d * 2 / 2 ** 30, "GiB")
+    row("… resident memory grows by; floor: the file itself", grown, "", 4e6 * d * 2 / 2 ** 30, "GiB")
 
 
 # ---- buckets
@@ -174,7 +176,7 @@ def buckets(args):
             times, results = race(args.turns, **contenders)
             recall = overlap(results["ours"][1].cpu(), exact)
             theirs = f", {overlap(results['theirs'][1], exact):.3f}" if faiss else ""
-            row(f"… {n_search} of {C}: recall@{k} {recall:.3f}{theirs}", times["ours"], times.get("theirs", ""))
+            row(f"… {n_search} of {C}: recall@{k} {recall:.3f}{theirs}", *times.values())
             if recall > 0.98:
                 break
             n_search *= 2
@@ -182,13 +184,14 @@ def buckets(args):
         row("… exact", times["exact"])
         length = index.count.double()
         print(f"  bucket sizes {int(length.min())} to {int(length.max())}")
-        # how a query's buckets are chosen, at one n_search: recall is the share of exact ids whose bucket is probed
+        # ways to choose a query's buckets: recall is the share of exact ids whose bucket is probed
         raw, assignment = ann.kmeans(keys, C)
         where = torch.empty(N, dtype=torch.int64, device=keys.device)
         where[index.id] = ann.ragged(index.count)[0]
         n = max(1, C // 32)
         for what, centroids, bucket, offset in (
-                ("directions (ours)", index.centroids, where, 0), ("k-means of the keys, dot product", raw, assignment, 0),
+                ("directions (ours)", index.centroids, where, 0),
+                ("k-means of the keys, dot product", raw, assignment, 0),
                 ("k-means of the keys, distance", raw, assignment, raw.square().sum(1) / 2)):
             probe = (queries @ centroids.T - offset).topk(n).indices
             hit = (bucket[exact][:, :, None] == probe[:, None]).any(2).double().mean()
@@ -204,25 +207,25 @@ def shards(args):
     orders = {"dealt out at random": torch.randperm(len(keys), generator=torch.Generator().manual_seed(0)),
               "an entity's in one shard": torch.arange(len(keys))}
     for what, order in orders.items():
-        order = order.to(args.device)
-        exact = ann.exact_topk(queries, keys[order], 128)
+        dealt = keys[order.to(args.device)]
+        exact = ann.exact_topk(queries, dealt, 128)
         for k_shard in (1, 2, 4, 8):
-            parts = [ann.exact_topk(queries, part, k_shard) for part in keys[order].chunk(128)]
+            parts = [ann.exact_topk(queries, part, k_shard) for part in dealt.chunk(128)]
             scores = torch.cat([scores for scores, _ in parts], 1)
             ids = torch.cat([ids + i * (len(keys) // 128) for i, (_, ids) in enumerate(parts)], 1)
             best = scores.topk(min(128, scores.shape[1]))
             found = ids.gather(1, best.indices)
             mass = (best.values.logsumexp(1) - exact[0].logsumexp(1)).exp().mean()
-            row(f"128 shards, keys {what}: recall, top-{k_shard} of each", f"{overlap(found.cpu(), exact[1]):.3f}", "",
-                f"softmax mass {mass:.3f}")
+            recall = f"{overlap(found.cpu(), exact[1]):.3f}"
+            row(f"128 shards, keys {what}: recall, top-{k_shard} of each", recall, "", f"softmax mass {mass:.3f}")
 
 
 SECTIONS = {"search": search, "buckets": buckets, "shards": shards}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all by default")
-    parser.add_argument("--keys", metavar="FILE.npy", help="real keys [N, d] for the section buckets, a shard of a memory")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--keys", metavar="FILE.npy", help="real keys [N, d] for buckets: a shard of a memory")
     parser.add_argument("--clusters", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)

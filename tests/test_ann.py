@@ -17,9 +17,9 @@ import ann  # noqa: E402
 def small_integers(Q, N, d=16, n_passages=25, seed=0):
     """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
     rng = np.random.default_rng(seed)
-    return (torch.from_numpy(rng.integers(-3, 4, (Q, d)).astype(np.float32)),
-            torch.from_numpy(rng.integers(-3, 4, (N, d)).astype(np.float32)),
-            torch.from_numpy(rng.integers(-1, n_passages, Q)), torch.from_numpy(rng.integers(-1, n_passages, N)))
+    queries, keys = (rng.integers(-3, 4, (n, d)).astype(np.float32) for n in (Q, N))
+    passages = (rng.integers(-1, n_passages, n) for n in (Q, N))
+    return tuple(torch.from_numpy(x) for x in (queries, keys, *passages))
 
 
 def brute_force(queries, keys, k, query_passage=None, key_passage=None):
@@ -45,12 +45,13 @@ def check_rounded(scores, ids, queries, keys, k):
     """As check, where float32 may round two scores into another order."""
     expected, _ = brute_force(queries, keys, k)
     assert np.allclose(scores.numpy(), expected, rtol=1e-5, atol=1e-5)
-    assert np.allclose((queries[:, None].double() * keys[ids].double()).sum(2).numpy(), expected, rtol=1e-5, atol=1e-5)
+    again = torch.einsum("qd,qkd->qk", queries.double(), keys[ids].double()).numpy()
+    assert np.allclose(again, expected, rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == k for row in ids.tolist())
 
 
-@pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (5, 0, 3), (0, 50, 3), (5, 50, 0), (30, 9000, 128),
-                                     (3, 70001, 40), (1030, 300, 7), (300, 12000, 2)])
+@pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (5, 0, 3), (0, 50, 3), (5, 50, 0),
+                                     (30, 9000, 128), (3, 70001, 40), (1030, 300, 7), (300, 12000, 2)])
 def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(Q, N, k):
     queries, keys, query_passage, key_passage = small_integers(Q, N)
     check(ann.exact_topk(queries, keys, k), brute_force(queries, keys, k))
@@ -89,8 +90,9 @@ def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     assert (ids >= 0).all() and not np.isin(ids[0].numpy(), best[0]).any()
     check((scores, ids), brute_force(queries, keys, 20, passage, key_passage))
     index = ann.BucketedIndex(keys, 10, key_passage)
-    for search in (lambda *a: ann.exact_topk(*a[:2], 20, a[2], key_passage), lambda *a: index.search(a[0], 20, 10, a[2])):
-        scores, ids = search(queries, keys, torch.full((20,), 7))
+    passage = torch.full((20,), 7)
+    for scores, ids in (ann.exact_topk(queries, keys, 20, passage, key_passage),
+                        index.search(queries, 20, 10, passage)):
         assert ((ids == -1) == (scores == -np.inf)).all() and ((ids >= 0).sum(1) == len(set(best[0]))).all()
     nothing = ann.exact_topk(queries, keys[:9], 4, torch.full((20,), 7), torch.full((9,), 7))
     assert (nothing[1] == -1).all() and (nothing[0] == -np.inf).all()
@@ -99,7 +101,8 @@ def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keys_are_searched_exactly(dtype):
     generator = torch.Generator().manual_seed(1)
-    queries, keys = torch.randn(50, 64, generator=generator), torch.randn(9000, 64, generator=generator).to(dtype)
+    queries = torch.randn(50, 64, generator=generator)
+    keys = torch.randn(9000, 64, generator=generator).to(dtype)
     check_rounded(*ann.exact_topk(queries, keys, 30), queries, keys, 30)
     check_rounded(*ann.BucketedIndex(keys, 8).search(queries, 30, 8), queries, keys, 30)
 
@@ -138,10 +141,12 @@ def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
 # ---- k-means and buckets
 
 def naive_kmeans(points, centroids, n_iters):
+    def assign():
+        return [min(range(len(centroids)), key=lambda c: float(((p - centroids[c]) ** 2).sum())) for p in points]
     for _ in range(n_iters):
-        assignment = [min(range(len(centroids)), key=lambda c: float(((p - centroids[c]) ** 2).sum())) for p in points]
+        assignment = assign()
         centroids = np.stack([points[np.array(assignment) == c].mean(0) for c in range(len(centroids))])
-    return centroids, [min(range(len(centroids)), key=lambda c: float(((p - centroids[c]) ** 2).sum())) for p in points]
+    return centroids, assign()
 
 
 def test_kmeans_is_lloyds_algorithm():
@@ -182,7 +187,8 @@ def test_kmeans_is_deterministic_by_seed_and_learns_on_a_sample(monkeypatch):
     points = torch.randn(3000, 4, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(ann, "SAMPLE", 64)
     first, again, other = (ann.kmeans(points, 8, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1]) and not torch.equal(first[0], other[0])
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
     distance = (points[:, None] - first[0]).square().sum(2)
     assert torch.equal(first[1], distance.argmin(1))            # all 3,000 points, not the 512 of the sample
 
@@ -194,7 +200,8 @@ def test_all_buckets_together_are_the_exact_search(k, monkeypatch):
     for scores_held in (2 ** 25, 40000):                        # the second: the queries take turns
         monkeypatch.setattr(ann, "SCORES", scores_held)
         check(index.search(queries, k, 20), brute_force(queries, keys, k))
-        check(index.search(queries, k, 99, query_passage), brute_force(queries, keys, k, query_passage, key_passage))
+        check(index.search(queries, k, 99, query_passage),
+              brute_force(queries, keys, k, query_passage, key_passage))
 
 
 def test_a_few_buckets_hold_exactly_their_keys():
@@ -206,7 +213,8 @@ def test_a_few_buckets_hold_exactly_their_keys():
         scores, ids = index.search(queries, 60, n_search, query_passage)
         for q in range(30):
             inside = np.flatnonzero(np.isin(bucket, probed[q]))
-            expected = brute_force(queries[q:q + 1], keys[inside], 60, query_passage[q:q + 1], key_passage[inside])
+            one = slice(q, q + 1)
+            expected = brute_force(queries[one], keys[inside], 60, query_passage[one], key_passage[inside])
             expected_ids = [inside[i] if i >= 0 else -1 for i in expected[1][0]]
             assert ids[q].tolist() == expected_ids and np.array_equal(scores[q].numpy(), expected[0][0])
 
@@ -214,7 +222,8 @@ def test_a_few_buckets_hold_exactly_their_keys():
 def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     generator = torch.Generator().manual_seed(0)
     entity = torch.randn(200, 32, generator=generator)
-    keys = entity[torch.randint(200, (20000,), generator=generator)] + 0.5 * torch.randn(20000, 32, generator=generator)
+    keys = entity[torch.randint(200, (20000,), generator=generator)]
+    keys = keys + 0.5 * torch.randn(20000, 32, generator=generator)
     keys *= 1 + torch.rand(20000, 1, generator=generator)       # lengths differ, as those of real keys do
     queries = entity[:100] + 0.3 * torch.randn(100, 32, generator=generator)
     index = ann.BucketedIndex(keys, 64)
@@ -231,7 +240,7 @@ def test_an_empty_memory_finds_nothing():
 
 # ---- several processes
 
-SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}          # uneven, one empty, one smaller than k
+SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}      # uneven, one empty, one smaller than k
 QUERIES = {1: [0, 40], 2: [0, 40, 40], 4: [0, 7, 7, 39, 40]}                # uneven, some have none
 
 
@@ -261,7 +270,7 @@ def one_of_many(rank, size, file):
     found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, None, b - a)
     assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
 
-    # fetch: rows of whatever dtype and shape, from tensors and arrays; -1 is zeros; each chosen row travels once
+    # fetch: rows of any dtype and shape, from tensors and arrays; -1 is zeros; each chosen row travels once
     ids = ids.clone()
     ids[:, 5] = -1
     tables = [keys[a:b].half(), keys[a:b].numpy(), key_passage[a:b]]
@@ -282,7 +291,7 @@ def one_of_many(rank, size, file):
         assert ann.bytes_sent["gather"] == max(queries_of) * 16 * 4 * (size - 1)
         assert ann.bytes_sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
 
-    # gather: the loss of the whole batch on every process, divided by their number, has the gradients of one process
+    # gather: the whole batch's loss on every process, divided by their number, has the gradients of one process
     x = torch.linspace(-1, 1, 40 * 3).view(40, 3)
     weight = torch.linspace(0, 2, 40)[:, None]
     whole = x.clone().requires_grad_()
