@@ -66,7 +66,8 @@ class Settings:
     clip: float = 1.0
     frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn them alone costs
                                     # Adam a thousand steps on real text; on the toy world it gains nothing
-    span_rate: float = 1.0          # learning rate of the layers that retrieve, as a multiple; see PRESETS["toy"]
+    span_rate: float = 1.0          # batch-tome's rate for the layers that retrieve, as a multiple: see PRESETS["toy"]
+    bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
     log_every: int = 1000
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -81,18 +82,19 @@ PRESETS = {
     "mini": dict(hidden=128, n_heads=8, intermediate=512, n_initial=3, n_block=1, max_positions=256, key_dim=64,
                  value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                  passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
-                 memory_dtype="float32", beta2=0.98, span_rate=0.1, log_every=100, save_every=100, eval_mentions=300,
+                 memory_dtype="float32", beta2=0.98, span_rate=0.1, bert_rate=0.1, log_every=100, save_every=100,
+                 eval_mentions=300,
                  schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
-    # weights start as in init_retrieval, and the span layers that retrieve learn at a tenth of the rate, so that the
-    # coreference gradient moves the body instead of tearing query and key apart.
+    # weights start as in init_retrieval, and in batch-tome the span layers that retrieve learn at a tenth of the rate,
+    # so that the coreference gradient moves the body instead of tearing query and key apart.
     "toy": dict(hidden=96, n_heads=6, intermediate=384, n_initial=3, n_block=1, max_positions=128, key_dim=64,
                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
                 memory_dtype="float32", beta2=0.98, span_rate=0.1, frequency_bias=False,
                 log_every=200, save_every=200, eval_mentions=200,
-                schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
+                schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(500, 2e-3, 50, 64),
                           "claims": Schedule(1000, 1e-3, 50, 64), "qa": Schedule(500, 1e-3, 50, 64)}),
 }
 
@@ -125,6 +127,7 @@ class Run:
     corpus: data.Corpus
     tokenizer: object
     device: torch.device
+    init: str = None            # folder of the BERT that batch-tome starts from
 
     def log(self, record):
         if ann.rank_and_size()[0] == 0:
@@ -180,7 +183,8 @@ def make_run(args):
     ann.barrier()
     corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
     config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0))
-    return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device))
+    return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device),
+               old["init"])
 
 
 def prepare_corpus(out, run, settings):
@@ -252,9 +256,10 @@ def load_weights(model, state, path):
         raise RunError(f"{path} does not fit this model ({reason}); choose another --out") from None
 
 
-def new_batch_tome(run, init=None):
-    """BATCH-TOME with fresh weights, or a BERT's where init names its folder."""
+def new_batch_tome(run):
+    """BATCH-TOME with fresh weights, or a BERT's where run.init names its folder."""
     torch.manual_seed(run.seed)
+    init = run.init
     model = BatchTOME(TOME(run.config))
     if init:
         _, embeddings, layers, mlm = load_bert(init, run.config)
@@ -379,10 +384,10 @@ class Stop(Exception):
     """SIGINT or SIGTERM: save, say how to go on, leave."""
 
 
-def optimizer_for(model, schedule, settings):
+def optimizer_for(model, schedule, settings, span_rate=1.0):
     """AdamW; no weight decay on layer norms and biases (app. A)."""
     groups = [{"params": [], "weight_decay": decay, "rate": rate}
-              for decay in (settings.weight_decay, 0.0) for rate in (1.0, settings.span_rate)]
+              for decay in (settings.weight_decay, 0.0) for rate in (1.0, span_rate)]
     for name, p in model.named_parameters():
         retrieves = any(part in name for part in ("query", "key", "coref"))
         groups[2 * (p.dim() < 2) + retrieves]["params"].append(p)
@@ -399,7 +404,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     settings, device, path = run.settings, run.device, run.out / f"{stage}.pt"
     rank, size = ann.rank_and_size()
     model.to(device).train()
-    optimizer = optimizer_for(model, schedule, settings)
+    optimizer = optimizer_for(model, schedule, settings, settings.span_rate if stage == "batch-tome" else 1.0)
     step, best, sums = 0, None, {}                  # sums: of what is logged next
     checkpoint = load_checkpoint(path, stage)
     if checkpoint is not None:
@@ -525,7 +530,7 @@ class Epochs:
 # The stages
 
 
-def stage_batch_tome(run, schedule, init=None):
+def stage_batch_tome(run, schedule):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
     settings, corpus = run.settings, run.corpus
     passages = np.flatnonzero(~corpus.held_out)
@@ -559,7 +564,7 @@ def stage_batch_tome(run, schedule, init=None):
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device), mentions)
 
-    train_stage(run, "batch-tome", new_batch_tome(run, init), schedule, next_batch, losses, evaluate, {})
+    train_stage(run, "batch-tome", new_batch_tome(run), schedule, next_batch, losses, evaluate, {})
 
 
 def evaluate_memory(run, tome, memory, mentions):
@@ -777,9 +782,10 @@ def train(args):
             name = args.task if stage == "finetune" else stage
             begun = load_checkpoint(run.out / f"{name}.pt", name)
             steps = (args.steps if last else None) or (begun["steps"] if begun else schedule.steps)
-            schedule = replace(schedule, steps=steps, warmup=min(schedule.warmup, steps // 10))
+            rate = run.settings.bert_rate if run.init and stage != "finetune" else 1.0
+            schedule = replace(schedule, steps=steps, warmup=min(schedule.warmup, steps // 10), lr=schedule.lr * rate)
         if stage == "batch-tome":
-            stage_batch_tome(run, schedule, json.loads((run.out / "run.json").read_text())["init"])
+            stage_batch_tome(run, schedule)
         elif stage == "memory":
             stage_memory(run)
         elif stage == "tome":
