@@ -144,31 +144,35 @@ def read_corpus(path, errors=None) -> Iterator[Text]:
     return _records(path, _text, errors)
 
 
+CLAIM_LABELS = ("REFUTES", "SUPPORTS", "NOT ENOUGH INFO")      # the last one in FEVER only
+
+
 class Example(NamedTuple):
     text: str
-    mentions: list | None       # None: to be found (find_mentions)
-    label: int | None           # claims: 1 = SUPPORTS, 0 = REFUTES
-    answers: list               # questions: entity names, any of which is right
+    mentions: list | None       # None: to be found (mention_finder)
+    label: int | None           # claims: index into CLAIM_LABELS; None: not known (test files)
+    answers: list               # questions: entity names, any of which is right; []: none is an entity
     info: dict                  # the other fields: subject, bridge, relations, …
 
 
 def read_examples(path, task) -> list:
     """Examples of task "claims" or "qa". Raises DataError for a bad line or a file without any.
 
-    claims: {"text": …, "mentions": […], "label": "SUPPORTS" | "REFUTES"}
+    claims: {"text": …, "mentions": […], "label": one of CLAIM_LABELS, or null}
     qa:     {"question": …, "mentions": […], "answers": [entity, …]}; mentions may be absent in both"""
     text_key, wanted = {"claims": ("text", "label"), "qa": ("question", "answers")}[task]
 
     def parse(record):
         text, label, answers = _string(record, text_key), None, []
         if task == "claims":
-            if record.get("label") not in ("SUPPORTS", "REFUTES"):
-                raise ValueError('"label" is neither "SUPPORTS" nor "REFUTES"')
-            label = int(record["label"] == "SUPPORTS")
+            label = record.get("label", "")
+            if label not in (*CLAIM_LABELS, None):
+                raise ValueError(f'"label" is none of {", ".join(CLAIM_LABELS)}; null says that it is not known')
+            label = None if label is None else CLAIM_LABELS.index(label)
         else:
             answers = record.get("answers")
-            if not (isinstance(answers, list) and answers and all(a and type(a) is str for a in answers)):
-                raise ValueError('"answers" is not a list of at least one entity name')
+            if not (isinstance(answers, list) and all(a and type(a) is str for a in answers)):
+                raise ValueError('"answers" is not a list of entity names')
         mentions = None if record.get("mentions") is None else _mentions(record, text)
         info = {k: v for k, v in record.items() if k not in (text_key, "mentions", wanted)}
         return Example(text, mentions, label, answers, info)
@@ -378,13 +382,17 @@ class Corpus:
     def passage_text(self, p) -> str:
         return self.text[self.text_start[p]:self.text_start[p + 1]].tobytes().decode("utf-8")
 
-    def show_mention(self, m, width=80) -> str:
-        """One line to read: "Title: … before [mention] after …"."""
+    def mention_parts(self, m):
+        """(title, the passage before the mention, the mention, the passage after it) of a corpus mention number."""
         p = int(self.passage_of(m))
         text, (a, b) = self.passage_text(p), self.mention_char[m]
-        left, right = text[max(0, a - width):a], text[b:b + width]
-        return (f"{self.titles[self.article[p]]}: {'…' if a > width else ''}{left}[{text[a:b]}]{right}"
-                f"{'…' if b + width < len(text) else ''}").replace("\n", " ")
+        return self.titles[self.article[p]], text[:a], text[a:b], text[b:]
+
+    def show_mention(self, m, width=80) -> str:
+        """One line to read: "Title: … before [mention] after …"."""
+        title, left, name, right = self.mention_parts(m)
+        return (f"{title}: {'…' if len(left) > width else ''}{left[-width:]}[{name}]{right[:width]}"
+                f"{'…' if len(right) > width else ''}").replace("\n", " ")
 
 
 def _write_corpus(path, folder, tokenizer, passage_length, max_length):
@@ -454,7 +462,7 @@ class Batch:
     target: torch.Tensor            # (L,) their original ids
     target_mention: torch.Tensor    # (L,) the mention (index into row) each belongs to, -1 = none
     mention: torch.Tensor           # (M,) corpus mention number, -1 = none
-    label: torch.Tensor | None = None           # (B,) claims: 1 = SUPPORTS
+    label: torch.Tensor | None = None           # (B,) claims: index into CLAIM_LABELS, -1 = not known
     answer: torch.Tensor | None = None          # (B,) questions: entity of the first known answer, 0 = none
     answer_mention: torch.Tensor | None = None  # (B,) questions: the mention that is the appended [MASK]
 
@@ -682,20 +690,44 @@ def find_mentions(text, names) -> list:
     return mentions
 
 
-def example_batch(examples, tokenizer, entity_index, max_mentions=32, max_length=512, names=None) -> Batch:
-    """Claims or questions as an unmasked batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
+@lru_cache(1)
+def _pipeline():
+    try:
+        import spacy
+    except ImportError as e:
+        raise DataError("noun chunks need spaCy, which is not installed; install it or give mentions") from e
+    names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
+    if not names:
+        raise DataError("noun chunks need an English pipeline of spaCy; install one, such as en_core_web_sm")
+    return spacy.load(names[0], exclude=["ner", "lemmatizer"])
 
-    entity_index: name -> entity id. names: the name_index to search where mentions are absent (default: of
-    entity_index; give it where there are many batches). A text longer than max_length positions is cut."""
+
+def noun_chunks(text) -> list:
+    """The noun chunks of a text as mentions: the paper's mentions of claims and questions (app. B.1)."""
+    return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
+
+
+def mention_finder(names):
+    """(how, find): find(text) -> the mentions of a text that comes without. Noun chunks where spaCy and an English
+    pipeline are installed, else the longest matches of these entity names."""
+    try:
+        _pipeline()
+        return "spaCy's noun chunks", noun_chunks
+    except DataError:
+        index = name_index(names)
+        return "the names of the memory's entities", lambda text: find_mentions(text, index)
+
+
+def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512) -> Batch:
+    """Examples with mentions as an unmasked batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
+
+    task: "claims" or "qa". entity_index: name -> entity id. A text longer than max_length positions is cut."""
     special, rng = special_ids(tokenizer), np.random.default_rng(0)
     rows, mentions = [], []                     # mentions: (row, start, end, entity, is it the answer)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for r, (example, encoding) in enumerate(zip(examples, encodings)):
         found = example.mentions
-        if found is None:
-            names = name_index(entity_index) if names is None else names
-            found = find_mentions(example.text, names)
-        tail = [special[t] for t in (E_START, MASK, E_END)] if example.label is None else []
+        tail = [special[t] for t in (E_START, MASK, E_END)] if task == "qa" else []
         room = max_length - len(tail)
         tokens = [special[CLS], special[SEP]]
         for piece in encode_text(encoding, found, room, room, special, Counter())[:1]:
@@ -716,8 +748,8 @@ def example_batch(examples, tokenizer, entity_index, max_mentions=32, max_length
     none, empty = np.full(len(row), -1), np.empty(0, np.int64)
     batch = Batch(*map(torch.from_numpy, (tokens, tokens, tokens != special[PAD], row, start, end, entity,
                                           none, is_answer == 1, empty, empty, empty, none)))
-    if examples[0].label is not None:
-        return replace(batch, label=torch.tensor([e.label for e in examples]))
+    if task == "claims":
+        return replace(batch, label=torch.tensor([-1 if e.label is None else e.label for e in examples]))
     answer = [next((entity_index[a] for a in e.answers if a in entity_index), 0) for e in examples]
     return replace(batch, answer=torch.tensor(answer), answer_mention=torch.tensor(np.flatnonzero(is_answer)))
 
@@ -1590,23 +1622,6 @@ def task(name, paths, out, corpus=None, entities=None):
         write_lines(out, examples)
     except OSError as e:
         raise DataError(f"{out}: cannot be written ({e.strerror}); choose another name") from e
-
-
-@lru_cache(1)
-def _pipeline():
-    try:
-        import spacy
-    except ImportError as e:
-        raise DataError("noun chunks need spaCy, which is not installed; install it or give mentions") from e
-    names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
-    if not names:
-        raise DataError("noun chunks need an English pipeline of spaCy; install one, such as en_core_web_sm")
-    return spacy.load(names[0], exclude=["ner", "lemmatizer"])
-
-
-def noun_chunks(text) -> list:
-    """The noun chunks of a text as mentions: the paper's mentions of claims and questions (app. A)."""
-    return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
 
 
 # ---------------------------------------------------------------- command line

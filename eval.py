@@ -2,16 +2,20 @@
 
     python eval.py --out runs/toy                       accuracy on masked mentions, with the memory and without
     python eval.py --out runs/toy --task qa             claims or questions; with the subject's passages taken away
-    python eval.py --out runs/toy --task qa --ask "Who was the teacher of Mona Varga?"
-    python eval.py --out runs/toy --show                what the first held-out mentions retrieve
+    python eval.py --out runs/toy --task qa --show "Who was the teacher of Mona Varga?"
+    python eval.py --out runs/toy --task qa --examples FILE         examples of one's own, or of a published task
+    python eval.py --out runs/toy --show                what the first held-out mentions retrieve; --html FILE: a page
 
 Every figure has its controls beside it: the memory emptied, its values shuffled, or the passages that state the fact
 removed. "Seen" entities are linked somewhere in the training passages, "unseen" ones never: they came with the memory.
 """
 import argparse
+import html
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +23,9 @@ import torch
 import data
 import train
 from encoder import CheckpointError
-from memory import MemoryFolderError, load_memory
+from memory import MemoryFolderError, attention_weights, load_memory
 from tome import predict_entity
 from train import RunError, answer_question, claim_logits, evaluate_memory, task_accuracy
-
-CLAIM = ("REFUTES", "SUPPORTS")
 
 
 def open_run(out, task=None, device=None):
@@ -52,106 +54,232 @@ def masked_mention_figures(run, tome, memory, n=1000):
 def task_figures(run, tome, memory, task, examples=None):
     """The key "claims" or "qa" of --json: by hops and entities seen or not, on the toy world's test questions, or on a
     file of examples. "fact_removed": the subject's article is out of the memory; "bridge_removed": the bridge's."""
+    bm25 = BM25(run.corpus, np.unique(memory.passage.cpu().numpy())) if task == "qa" else None
     if examples:
-        return {task: figures_of(run, tome, memory, task, data.read_examples(examples, task))}
+        return {task: example_figures(run, tome, memory, task, train.read_examples(run, task, examples), bm25)}
     result = {}
     for hops in ("one_hop", "two_hop"):
         for kind, split in (("seen", "test"), ("unseen", "unseen")):
-            path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
-            if not path.exists():
-                raise RunError(f"{path}: no such file; this run is not of the toy world, give --examples FILE")
-            cell = figures_of(run, tome, memory, task, data.read_examples(path, task))
-            result.setdefault(hops, {})[kind] = cell
+            chosen = train.read_examples(run, task, toy_examples(run, task, hops, split))
+            result.setdefault(hops, {})[kind] = figures_of(run, tome, memory, task, chosen, bm25)
     if task == "qa":
         cells = [cell for hops in result.values() for cell in hops.values()]
-        result["recall@20"] = sum(c["recall@20"] * c["n"] for c in cells) / sum(c["n"] for c in cells)
+        for name in ("recall@20", "bm25_recall@20"):
+            result[name] = sum(c[name] * c["n"] for c in cells) / sum(c["n"] for c in cells)
     return {task: result}
 
 
-def figures_of(run, tome, memory, task, examples):
+def toy_examples(run, task, hops="one_hop", split="test"):
+    path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
+    if not path.exists():
+        raise RunError(f"{path}: no such file; this run is not of the toy world, give --examples FILE")
+    return path
+
+
+def figures_of(run, tome, memory, task, examples, bm25=None):
     measured = task_accuracy(run, tome, task, examples, memory)
     cell = {"memory": measured.pop("accuracy"), **measured}
     for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
         if examples and all(field in e.info for e in examples):
             cell[name] = task_accuracy(run, tome, task, examples, memory, without=field)["accuracy"]
+    if bm25 is not None:
+        cell["bm25_recall@20"] = bm25_recall(run, bm25, examples)
     return cell
+
+
+def example_figures(run, tome, memory, task, examples, bm25=None):
+    """figures_of a file of examples, its controls, and their 95% intervals. "without_memory": the memory layers are
+    off; "majority": the label that most of these claims have; "answer_is_entity": the share that can be right."""
+    cell = figures_of(run, tome, memory, task, examples, bm25)
+    cell["emptied"] = task_accuracy(run, tome, task, examples, memory.emptied())["accuracy"]
+    cell["without_memory"] = task_accuracy(run, tome, task, examples, memory, attend=False)["accuracy"]
+    if task == "claims":
+        cell["majority"] = Counter(e.label for e in examples).most_common(1)[0][1] / len(examples)
+    else:
+        known = set(run.corpus.entity_names)
+        cell["answer_is_entity"] = sum(not known.isdisjoint(e.answers) for e in examples) / len(examples)
+    cell["interval"] = {name: wilson(share, cell["n"]) for name, share in cell.items() if name != "n"}
+    return cell
+
+
+def wilson(share, n, z=1.96):
+    """Wilson's 95% interval of a share of n: honest also for few examples and for shares near 0 and 1."""
+    centre, half = share + z * z / (2 * n), z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
+    return [max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))]
+
+
+class BM25:
+    """Robertson's ranking of passages by the words that they share with a question, here WordPiece tokens:
+
+        sum over t in q of  log(1 + (P - df + 0.5) / (df + 0.5)) * tf (k1 + 1) / (tf + k1 (1 - b + b |p| / mean |p|))
+
+    An inverted index: the passages of token t are place[first[t]:first[t + 1]], what t adds to each is weight."""
+
+    def __init__(self, corpus, passages, k1=0.9, b=0.4):
+        """passages: their numbers, rising."""
+        lengths, P, kept = np.diff(corpus.passage_start), len(passages), np.zeros(len(corpus.article), bool)
+        kept[passages] = True
+        tokens, which = corpus.tokens[np.repeat(kept, lengths)], np.repeat(np.arange(P), lengths[passages])
+        word = ~np.isin(tokens, list(corpus.special.values()))
+        pairs, tf = np.unique(tokens[word] * np.int64(max(P, 1)) + which[word], return_counts=True)    # (nnz,)
+        token, self.place = pairs // max(P, 1), pairs % max(P, 1)
+        self.first, self.passages = np.searchsorted(token, np.arange(corpus.vocab_size + 1)), passages
+        length, df = np.bincount(which[word], minlength=P), np.diff(self.first)[token]
+        norm = k1 * (1 - b + b * length / max(length.mean(), 1)) if P else length
+        self.weight = np.log1p((P - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + norm[self.place])
+
+    def search(self, tokens, k=20):
+        """The best passages for these token ids, at most k that share a token: numbers, scores."""
+        scores = np.zeros(len(self.passages))
+        for t in tokens:
+            here = slice(self.first[t], self.first[t + 1])
+            scores[self.place[here]] += self.weight[here]
+        best = np.flatnonzero(scores)
+        if len(best) > k:
+            best = best[scores[best] >= np.partition(scores[best], -k)[-k]]         # more than k if some are equal
+        best = best[np.argsort(-scores[best], kind="stable")][:k]
+        return self.passages[best], scores[best]
+
+
+def bm25_recall(run, bm25, examples):
+    """Recall@20 of BM25 over the memory's passages, beside TOME's as in app. B.4.
+
+    TOME has a hit if one of its 20 best memories is a mention of an answer; BM25 if one of its 20 best passages holds
+    such a memory. That favours BM25, which is shown all the mentions of 20 passages, and is how the paper compares,
+    but for one thing: its baselines have a hit wherever the answer's words stand, ours needs the linked mention."""
+    corpus, hits = run.corpus, 0
+    entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    for example in examples:
+        answers = [entity_index[a] for a in example.answers if a in entity_index]
+        found, _ = bm25.search(run.tokenizer.encode(example.text, add_special_tokens=False).ids)
+        hits += any(np.isin(corpus.mention_entity[corpus.mention_first[p]:corpus.mention_first[p + 1]], answers).any()
+                    for p in found)
+    return hits / len(examples)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Looking: what a mention retrieves (tables 3, 4 and 7 of the paper)
 
 
+class Shown(NamedTuple):
+    text: str
+    says: str           # what the model makes of it; "" where it was asked nothing
+    mentions: list      # (mention as the model reads it, [(layer, [(weight, corpus mention), …]), …])
+
+
 @torch.no_grad()
 def retrievals(run, tome, memory, batch, n=3):
-    """For each mention of a batch: [(layer, [(weight, corpus mention), …])], the n memories with most attention."""
+    """H, and for each mention of a batch what Shown.mentions holds of it: the n memories with most attention."""
     H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
-    result = [[] for _ in range(len(batch.row))]
-    for layer, retrieved in enumerate(found, 1):
-        weights, place = retrieved.weights.topk(min(n, retrieved.weights.shape[1]))
-        ids = retrieved.ids.gather(1, place)
-        for mention in range(len(batch.row)):
-            result[mention].append((layer, [(w, int(memory.mention[i])) for w, i in
-                                            zip(weights[mention].tolist(), ids[mention].tolist()) if w > 0]))
+    result = []
+    for m, (row, start, end) in enumerate(zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist())):
+        words = run.tokenizer.decode(batch.tokens[row, start + 1:end].tolist(), skip_special_tokens=False)
+        result.append((words, [(f"layer {layer}", heaviest(memory, r.weights[m], r.ids[m], n))
+                               for layer, r in enumerate(found, 1)]))
     return H, result
 
 
-def show_masked(run, tome, memory, n=5, out=sys.stdout):
+def heaviest(memory, weights, ids, n):
+    """[(weight, corpus mention), …] of the n largest of weights (K,) at memory rows ids (K,)."""
+    weights, place = weights.topk(min(n, len(weights)))
+    return [(w, int(memory.mention[i])) for w, i in zip(weights.tolist(), ids[place].tolist()) if w > 0]
+
+
+def show_masked(run, tome, memory, n=5):
     """The first held-out mentions, n seen and n unseen, none chosen: what was masked, what the model says, and what
-    the masked mention retrieved."""
-    for kind, mentions in zip(("seen in training", "never seen in training"), split_eval_mentions(run, n)):
-        print(f"\nMasked mentions of entities {kind}:", file=out)
-        if not len(mentions):
-            continue
-        batch = data.eval_batch(run.corpus, mentions).to(run.device)
-        H, found = retrievals(run, tome, memory, batch)
-        predicted = tome.mlm_logits(H, batch.target_index).argmax(-1)
-        for i, mention in enumerate(mentions):
-            which = int((batch.mention == mention).nonzero()[0])
-            words = run.tokenizer.decode(predicted[batch.target_mention == which].tolist())
-            truth = run.tokenizer.decode(batch.target[batch.target_mention == which].tolist())
-            print(f"  {run.corpus.show_mention(mention)}", file=out)
-            print(f"    says: {words}   ({'right' if words == truth else 'wrong'})", file=out)
-            for layer, memories in found[which]:
-                for weight, m in memories[:2]:
-                    print(f"    layer {layer}  {weight:.2f}  {run.corpus.show_mention(m)}", file=out)
-
-
-def split_eval_mentions(run, n):
-    mentions = train.sample_eval_mentions(run, n)
-    seen = run.corpus.entity_count[run.corpus.mention_entity[mentions]] > 0
-    return mentions[seen], mentions[~seen]
+    the masked mention retrieved. A list of Shown."""
+    shown, mentions = [], train.sample_eval_mentions(run, n)
+    if not len(mentions):
+        return shown
+    batch = data.eval_batch(run.corpus, mentions).to(run.device)
+    H, found = retrievals(run, tome, memory, batch)
+    predicted = tome.mlm_logits(H, batch.target_index).argmax(-1)
+    for mention in mentions:
+        which = int((batch.mention == mention).nonzero()[0])
+        words, truth = (run.tokenizer.decode(ids[batch.target_mention == which].tolist())
+                        for ids in (predicted, batch.target))
+        seen = run.corpus.entity_count[run.corpus.mention_entity[mention]] > 0
+        shown.append(Shown(run.corpus.show_mention(mention), f"{words}   ({'right' if words == truth else 'wrong'}; "
+                           f"entity {'seen' if seen else 'never seen'} in training)", [found[which]]))
+    return shown
 
 
 @torch.no_grad()
-def ask(run, tome, memory, task, text, out=sys.stdout):
-    """Answer a question or judge a claim, and print the passages it was read from. Returns (answer, probability)."""
-    mentions = data.find_mentions(text, run.corpus.entity_names[1:])
-    example = data.Example(text, mentions, 0 if task == "claims" else None, [], {})      # a label makes it a claim
-    entity_index = {name: i for i, name in enumerate(run.corpus.entity_names)}
-    batch = data.example_batch([example], run.tokenizer, entity_index).to(run.device)
-    if not len(batch.row):
-        raise RunError(f"no known entity is mentioned in {text!r}, so nothing can be looked up; name one of the corpus")
+def show_examples(run, tome, memory, task, examples):
+    """What the model makes of examples, and what their mentions retrieved: a list of Shown. task None: read only."""
     tome.eval()
-    if task == "claims":
-        probabilities = claim_logits(tome, batch, memory).softmax(-1)[0]
-        answer, probability = CLAIM[int(probabilities.argmax())], float(probabilities.max())
-    else:
-        found = answer_question(tome, batch, memory)
-        best = predict_entity(found.scores, found.entity)
-        answer, probability = run.corpus.entity_names[int(best.entity[0])], float(best.probability[0])
-    print(f"{answer}   (probability {probability:.2f})", file=out)
-    if task == "qa":
-        print("  answered from:", file=out)
-        for score, i in list(zip(found.scores.softmax(-1)[0].tolist(), found.ids[0].tolist()))[:3]:
-            print(f"    {score:.2f}  {run.corpus.show_mention(int(memory.mention[i]))}", file=out)
-    _, per_mention = retrievals(run, tome, memory, batch)
-    for m, found in enumerate(per_mention):
-        row, start, end = int(batch.row[m]), int(batch.start[m]), int(batch.end[m])
-        words = run.tokenizer.decode(batch.tokens[row, start + 1:end].tolist(), skip_special_tokens=False)
-        for layer, memories in found:
-            for weight, i in memories[:1]:
-                print(f"  [{words}] layer {layer}  {weight:.2f}  {run.corpus.show_mention(i)}", file=out)
-    return answer, probability
+    entity_index, shown = {name: i for i, name in enumerate(run.corpus.entity_names)}, []
+    for example in examples:
+        batch = data.example_batch([example], task or "claims", run.tokenizer, entity_index,
+                                   max_length=run.settings.max_length).to(run.device)
+        _, mentions = retrievals(run, tome, memory, batch)
+        says = ""
+        if task == "claims":
+            probabilities = claim_logits(tome, batch, memory).softmax(-1)[0]
+            says = f"{data.CLAIM_LABELS[int(probabilities.argmax())]}   (probability {float(probabilities.max()):.2f})"
+        elif task == "qa":
+            found = answer_question(tome, batch, memory)
+            best = predict_entity(found.scores, found.entity)
+            name = run.corpus.entity_names[int(best.entity[0])] or "nothing"
+            says = f"{name}   (probability {float(best.probability[0]):.2f})"
+            weights = attention_weights(found.scores)[0]
+            mentions[int(batch.answer_mention)][1].append(("answer", heaviest(memory, weights, found.ids[0], 3)))
+        shown.append(Shown(example.text, says, mentions))
+    return shown
+
+
+def example_of(run, text):
+    """An example of a text that somebody typed."""
+    how, find = data.mention_finder(run.corpus.entity_names)
+    mentions = find(text)
+    if not mentions:
+        raise RunError(f"no mention is found in {text!r} by {how}, so nothing can be looked up; name an entity of the "
+                       "corpus")
+    return data.Example(text, mentions, None, [], {})
+
+
+def print_shown(run, shown):
+    for item in shown:
+        print(f"\n{item.text}" + (f"\n  says: {item.says}" if item.says else ""))
+        for words, layers in item.mentions:
+            print(f"  [{words}]")
+            for layer, memories in layers:
+                for weight, m in memories:
+                    print(f"    {layer}  {weight:.2f}  {run.corpus.show_mention(m)}")
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 1rem/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem; overflow-wrap: anywhere }}
+section {{ border-top: 1px solid #8886; margin-top: 2rem }}
+h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem }} h3 {{ font-size: 1rem; margin: 1.2rem 0 0 }}
+p {{ margin: .4rem 0 }} .memory {{ border-left: .2rem solid #48c; padding-left: .7rem; font-size: .95rem }}
+.memory small {{ display: block; opacity: .75 }}
+</style></head><body><h1>{title}</h1>
+<p>Of each mention, the memories with most attention, by layer, with their weights; the memory mention in brackets.</p>
+{sections}</body></html>
+"""
+
+
+def html_page(run, shown):
+    """print_shown as one page that needs nothing else; whole passages. Every string of the data is escaped."""
+    def section(item):
+        yield f"<section><h2>{html.escape(item.text)}</h2>"
+        if item.says:
+            yield f"<p>Says: <b>{html.escape(item.says)}</b></p>"
+        for words, layers in item.mentions:
+            yield f"<h3>[{html.escape(words)}]</h3>"
+            for layer, memories in layers:
+                for weight, m in memories:
+                    title, left, name, right = map(html.escape, run.corpus.mention_parts(m))
+                    yield (f'<p class="memory"><small>{layer} · {weight:.2f} · <b>{title}</b></small>'
+                           f"{left}<b>[{name}]</b>{right}</p>")
+        yield "</section>"
+
+    return PAGE.format(title=html.escape(f"What {run.out} retrieves"),
+                       sections="\n".join(line for item in shown for line in section(item)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,18 +300,53 @@ def print_masked(figures):
 def print_task(figures, task):
     print(f"\n{'Claims judged' if task == 'claims' else 'Questions answered'} rightly")
     figures = figures[task]
-    cells = [(f"{hops.replace('_', ' ')}, {kind}", cell) for hops, kinds in figures.items() if hops.endswith("hop")
-             for kind, cell in kinds.items()] or [("examples", figures)]
-    for name, cell in cells:
-        controls = "   ".join(f"{control.replace('_', ' ')} {cell[control]:.2f}"
-                              for control in ("fact_removed", "bridge_removed", "recall@20") if control in cell)
-        print(f"  {name:<18} {cell['memory']:.2f}   {controls}   ({cell['n']})")
+    if "n" in figures:
+        if "answer_is_entity" in figures:
+            print(f"  for {figures['answer_is_entity']:.1%} of {figures['n']:,} questions an answer is an entity of "
+                  "the corpus; the others count as wrong")
+        for name, (low, high) in figures["interval"].items():
+            if name != "answer_is_entity":
+                print(f"  {NAMES.get(name, name.replace('_', ' ')):<24}{figures[name]:.3f}   95%: {low:.3f} to "
+                      f"{high:.3f}   ({round(figures[name] * figures['n'])} of {figures['n']})")
+        return
+    for hops, kinds in figures.items():
+        for kind, cell in kinds.items() if hops.endswith("hop") else ():
+            controls = "   ".join(f"{NAMES.get(control, control.replace('_', ' '))} {cell[control]:.2f}" for control in
+                                  ("fact_removed", "bridge_removed", "recall@20", "bm25_recall@20") if control in cell)
+            print(f"  {hops.replace('_', ' ') + ', ' + kind:<18} {cell['memory']:.2f}   {controls}   ({cell['n']})")
+
+
+NAMES = {"memory": "with the memory", "emptied": "memory emptied", "without_memory": "memory layers off",
+         "majority": "the most frequent label", "bm25_recall@20": "BM25's recall@20"}
+
+
+def print_curve(run, stage):
+    """What log.jsonl says of a stage, each series from its smallest value to its largest."""
+    records = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]
+    records, series = [r for r in records if r["stage"] == stage], {}
+    for record in records:
+        values = {name: value for name, value in record.items() if isinstance(value, float) and name != "lr"}
+        for kind in ("seen", "unseen"):
+            if record.get(kind, {}).get("n"):
+                values[f"masked, {kind}"] = record[kind]["accuracy"]
+        for name, value in values.items():
+            series.setdefault(name, []).append(value)
+    if len(records) < 2:
+        return
+    train.say(f"\n{stage}, steps {records[0]['step']:,} to {records[-1]['step']:,}")
+    for name, values in series.items():
+        means = np.array([part.mean() for part in np.array_split(values, min(60, len(values)))])
+        heights = 7 * (means - means.min()) / max(np.ptp(means), 1e-9)
+        bars = "".join("▁▂▃▄▅▆▇█"[round(height)] for height in heights)
+        train.say(f"  {name:<16}{values[0]:8.3f} {bars} {values[-1]:.3f}")
 
 
 def report(run, stage, task):
-    """What train.py prints at the end: what was learnt, and where it lies."""
+    """What train.py prints at the end: the curves, what was learnt, and where it lies."""
+    print_curve(run, task or stage)
     if stage == "batch-tome":
-        train.say(f"Mention Encoder and BATCH-TOME are in {run.out / 'batch-tome.pt'}, curves in {run.out / 'log.jsonl'}.")
+        train.say(f"Mention Encoder and BATCH-TOME are in {run.out / 'batch-tome.pt'}, "
+                  f"curves in {run.out / 'log.jsonl'}.")
         return
     if train.ann.rank_and_size()[1] > 1:
         train.say(f"Done; python eval.py --out {run.out} shows what was learnt.")
@@ -198,12 +361,14 @@ def report(run, stage, task):
             part = train.masked_mentions(tome, run.corpus, memory.sample(fraction), mentions, run.device)
             print(f"  with {fraction:.0%} of the memory: "
                   + ", ".join(f"{kind} {m['accuracy']:.2f}" for kind, m in part.items() if m["n"]))
-        show_masked(run, tome, memory, n=3)
+        print_shown(run, show_masked(run, tome, memory, n=3))
         print(f"\nTOME is in {run.out / 'tome.pt'}, its memory in {run.out / 'memory'}, "
               f"curves in {run.out / 'log.jsonl'}.")
     elif (run.out / "world").exists():
         print_task(task_figures(run, tome, memory, task), task)
-        print(f'\nAsk it: python eval.py --out {run.out} --task {task} --ask "…"')
+        print(f'\nAsk it: python eval.py --out {run.out} --task {task} --show "…"')
+    else:
+        print(f"\nMeasure it: python eval.py --out {run.out} --task {task} --examples FILE")
 
 
 def main(argv=None):
@@ -213,21 +378,35 @@ def main(argv=None):
     parser.add_argument("--examples", help="examples to evaluate on (default: the toy world's tests)")
     parser.add_argument("--memory-fraction", type=float, default=1.0, help="of the memory's passages, uniform sample")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
-    parser.add_argument("--show", nargs="?", type=int, const=5, help="what the first N held-out mentions retrieve")
-    parser.add_argument("--ask", metavar="TEXT", help="answer a question, or judge a claim (with --task)")
+    parser.add_argument("--show", nargs="?", const="5", metavar="N|TEXT",
+                        help="what is retrieved by a text, or by the first N held-out mentions (--task: examples)")
+    parser.add_argument("--html", metavar="FILE", help="write what --show prints as a page")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     args = parser.parse_args(argv)
     if not 0 <= args.memory_fraction <= 1:
         parser.error("--memory-fraction wants a number from 0 to 1")
-    if args.ask and not args.task:
-        parser.error("--ask wants --task qa or --task claims")
+    if args.examples and not args.task:
+        parser.error("--examples wants --task qa or --task claims")
+    if args.html and args.show is None:
+        parser.error("--html goes with --show")
     try:
         run, tome, memory = open_run(args.out, args.task, args.device)
         memory = memory.sample(args.memory_fraction)
-        if args.ask:
-            ask(run, tome, memory, args.task, args.ask)
-        elif args.show:
-            show_masked(run, tome, memory, args.show)
+        if args.show is not None:
+            n = int(args.show) if args.show.isdecimal() else None
+            if n is None:
+                shown = show_examples(run, tome, memory, args.task, [example_of(run, args.show)])
+            elif args.task:
+                path = args.examples or toy_examples(run, args.task)
+                examples = train.read_examples(run, args.task, path, known=False)[:n]
+                shown = show_examples(run, tome, memory, args.task, examples)
+            else:
+                shown = show_masked(run, tome, memory, n)
+            if args.html:
+                Path(args.html).write_text(html_page(run, shown), encoding="utf-8")
+                print(f"Written to {args.html}.")
+            else:
+                print_shown(run, shown)
         else:
             figures = task_figures(run, tome, memory, args.task, args.examples) if args.task else \
                 masked_mention_figures(run, tome, memory)

@@ -48,7 +48,7 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, n_layers) for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
-        self.claim = nn.Linear(config.hidden, 2)                            # REFUTES, SUPPORTS (train.claim_logits)
+        self.claim = nn.Linear(config.hidden, 3)                            # data.CLAIM_LABELS (train.claim_logits)
         self.apply(lambda module: init_weights(module, config.init_std))
 
     def read_initial(self, tokens, attention_mask):

@@ -135,9 +135,9 @@ class Run:
                 file.write(json.dumps(record) + "\n")
 
 
-def say(text):
+def say(text, file=None):
     if ann.rank_and_size()[0] == 0:
-        tqdm.write(text)
+        tqdm.write(text, file)
 
 
 def choose_device(name=None):
@@ -623,40 +623,55 @@ def stage_tome(run, schedule):
                 lambda model: evaluate_memory(run, model, memory, mentions), {"encoder": fingerprint})
 
 
+def read_examples(run, task, path, known=True):
+    """Examples of a file, each with its mentions. known: only those with a label; an error where there are none."""
+    examples = data.read_examples(path, task)
+    if known:
+        examples = [e for e in examples if task == "qa" or e.label is not None]
+        if not any(e.label is not None or e.answers for e in examples):
+            what = "claim has a label" if task == "claims" else "question has an answer that is an entity"
+            raise RunError(f"{path}: no {what}, as in the test files of published tasks: there is nothing to learn "
+                           "from or to compare with; python eval.py --show shows what is retrieved")
+    missing = sum(e.mentions is None for e in examples)
+    if missing:
+        how, find = data.mention_finder(run.corpus.entity_names)
+        say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
+        examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e for e in examples]
+    return examples
+
+
 def read_task_examples(run, task, path):
     """(training, dev) examples: FILE and the FILE whose name says dev instead of train, else a tenth of FILE."""
     path = Path(path) if path else run.out / "world" / f"{task}.one_hop.train.jsonl"
     if not path.exists():
         raise RunError(f"{path}: no such file; --examples wants a file of JSON lines (README, examples)")
-    examples = data.read_examples(path, task)
+    examples = read_examples(run, task, path)
     dev = path.with_name(path.name.replace("train", "dev"))
     if dev != path and dev.exists():
-        return examples, data.read_examples(dev, task)
+        return examples, read_examples(run, task, dev)
     order = np.random.default_rng(0).permutation(len(examples))
     n_dev = max(1, len(examples) // 10)
     return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
 
 
 def stage_finetune(run, task, schedule, examples_path):
-    """TOME on claims (SUPPORTS or REFUTES) or questions (eq. 10 at an appended [MASK]); app. B.1."""
+    """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1."""
     corpus = run.corpus
     tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, fingerprint)
     examples, dev = read_task_examples(run, task, examples_path)
     entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
-    if task == "claims":
-        examples = [e for e in examples if e.label is not None]
-    else:           # a question whose answer is no entity of the memory teaches nothing; evaluation counts it as wrong
-        examples = [e for e in examples if any(a in entity_index for a in e.answers)]
+    if task == "qa":    # a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)
+        n, examples = len(examples), [e for e in examples if any(a in entity_index for a in e.answers)]
+        say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of the corpus "
+            f"({len(examples) / max(n, 1):.1%}); the others are left out.")
     if not examples:
         raise RunError(f"{examples_path}: no example to train on: none has a label or an answer that is in the corpus")
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
 
-    names = data.name_index(entity_index)
-
     def next_batch(step):
-        return data.example_batch([examples[i] for i in epochs.at(step, schedule.batch)], run.tokenizer, entity_index,
-                                  max_length=run.settings.max_length, names=names)
+        return data.example_batch([examples[i] for i in epochs.at(step, schedule.batch)], task, run.tokenizer,
+                                  entity_index, max_length=run.settings.max_length)
 
     def losses(model, batch):
         if task == "claims":
@@ -673,9 +688,10 @@ def stage_finetune(run, task, schedule, examples_path):
 
 
 def claim_logits(tome, batch, memory):
-    """(B, 2): REFUTES, SUPPORTS, from the mean of the mentions' [E_start] encodings: what was retrieved stands there.
+    """(B, 3), data.CLAIM_LABELS: from the mean of the mentions' [E_start] encodings, where what was retrieved stands.
 
-    The paper does not name its head. Read off [CLS], toy claims stayed at chance for 300 steps; so, they are learnt."""
+    The paper does not name its head; its FEVER figures are three-way, so where no claim is NOT ENOUGH INFO the head
+    learns not to say it. Read off [CLS], toy claims stayed at chance for 300 steps; so, they are learnt."""
     H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
@@ -683,37 +699,38 @@ def claim_logits(tome, batch, memory):
     return tome.claim(mean)
 
 
-def answer_question(tome, batch, memory):
-    """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
-    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
+def answer_question(tome, batch, memory, attend=True):
+    """What the question's [MASK] mention retrieves: Retrieved of (B, K). attend: so do the memory layers."""
+    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
     at = batch.answer_mention
     z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])                        # (B, d_K)
     return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 
 
 @torch.no_grad()
-def task_accuracy(run, tome, task, examples, memory, without=None, batch_size=64):
+def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, batch_size=64):
     """{"accuracy", "n"} and for questions "recall@20"; every process works on the whole batch.
 
-    without: the field of an example ("subject", "bridge") whose article is taken out of the memory for that example."""
+    without: the field of an example ("subject", "bridge") whose article is taken out of the memory for that example.
+    attend: False switches the memory layers off; the answer to a question is still looked up."""
     tome.eval()
     corpus, right, recalled = run.corpus, [], []
     entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
-    names = data.name_index(entity_index)
     article_index = {title: i for i, title in enumerate(corpus.titles)}
     if without:
         memory = memory.by_article(corpus.article)
     for first in range(0, len(examples), batch_size):
         chosen = examples[first:first + batch_size]
-        batch = data.example_batch(chosen, run.tokenizer, entity_index, max_length=run.settings.max_length,
-                                   names=names).to(run.device)
+        batch = data.example_batch(chosen, task, run.tokenizer, entity_index,
+                                   max_length=run.settings.max_length).to(run.device)
         if without:
             articles = torch.tensor([article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
             batch.passage = articles[batch.row]
         if task == "claims":
-            right += (claim_logits(tome, batch, memory).argmax(-1) == batch.label).tolist()
+            logits = claim_logits(tome, batch, memory if attend else None)
+            right += (logits.argmax(-1) == batch.label).tolist()
             continue
-        found = answer_question(tome, batch, memory)
+        found = answer_question(tome, batch, memory, attend)
         predicted = predict_entity(found.scores, found.entity).entity.tolist()
         for example, entity, top in zip(chosen, predicted, found.entity[:, :20].tolist()):
             answers = {entity_index.get(answer, -1) for answer in example.answers}

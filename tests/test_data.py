@@ -567,14 +567,19 @@ def test_clusters_do_not_take_quadratic_time(tmp_path):
 def test_examples_are_read_and_bad_ones_reported(tmp_path):
     claims = write(tmp_path / "claims.jsonl", [
         {"text": "Rome is old", "mentions": [{"start": 0, "end": 4, "entity": "Rome"}], "label": "SUPPORTS",
-         "subject": "Rome"}, {"text": "Rome", "label": "REFUTES"}])
+         "subject": "Rome"}, {"text": "Rome", "label": "REFUTES"}, {"text": "Roma", "label": "NOT ENOUGH INFO"},
+        {"text": "Roma", "label": None}])
     assert data.read_examples(claims, "claims") == [
-        ("Rome is old", [(0, 4, "Rome")], 1, [], {"subject": "Rome"}), ("Rome", None, 0, [], {})]
-    qa = write(tmp_path / "qa.jsonl", [{"question": "What is old?", "answers": ["Rome", "Roma"], "hops": 1}])
-    assert data.read_examples(qa, "qa") == [("What is old?", None, None, ["Rome", "Roma"], {"hops": 1})]
-    for task, bad in (("claims", {"text": "a", "label": "NOT ENOUGH INFO"}), ("claims", {"label": "REFUTES"}),
+        ("Rome is old", [(0, 4, "Rome")], 1, [], {"subject": "Rome"}), ("Rome", None, 0, [], {}),
+        ("Roma", None, 2, [], {}), ("Roma", None, None, [], {})]            # FEVER's third label; a test file
+    qa = write(tmp_path / "qa.jsonl", [{"question": "What is old?", "answers": ["Rome", "Roma"], "hops": 1},
+                                       {"question": "Who?", "answers": []}])
+    assert data.read_examples(qa, "qa") == [("What is old?", None, None, ["Rome", "Roma"], {"hops": 1}),
+                                            ("Who?", None, None, [], {})]
+    for task, bad in (("claims", {"text": "a", "label": "TRUE"}), ("claims", {"label": "REFUTES"}),
+                      ("claims", {"text": "a"}),
                       ("claims", {"text": "a", "label": ["REFUTES"]}), ("qa", {"question": "a"}),
-                      ("qa", {"question": "a", "answers": []}), ("qa", {"question": "a", "answers": "b"}),
+                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": "b"}),
                       ("qa", {"question": "a", "answers": [""]}), ("qa", {"question": "a", "answers": [1]}),
                       ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
         with pytest.raises(DataError, match="bad.jsonl:1: "):
@@ -599,9 +604,10 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     tokenizer = data.train_tokenizer(["where was alma verran born ?"], 99)
     index, tokens = {"": 0, "Alma Verran": 1, "Port Ellin": 2}, lambda b, r: [
         tokenizer.id_to_token(i) for i in b.tokens[r][b.attention_mask[r]].tolist()]
-    questions = [data.Example("Where was Alma Verran born?", None, None, ["Elsewhere", "Port Ellin"], {}),
+    questions = [data.Example("Where was Alma Verran born?", [Mention(10, 21, "Alma Verran")], None,
+                              ["Elsewhere", "Port Ellin"], {}),
                  data.Example("Born?", [Mention(0, 4, "Nobody")], None, ["Elsewhere"], {})]
-    batch = data.example_batch(questions, tokenizer, index)
+    batch = data.example_batch(questions, "qa", tokenizer, index)
     assert tokens(batch, 0) == [CLS, "where", "was", E_START, "alma", "verran", E_END, "born", "?",
                                 E_START, MASK, E_END, SEP]
     assert tokens(batch, 1) == [CLS, E_START, "born", E_END, "?", E_START, MASK, E_END, SEP]
@@ -612,13 +618,13 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     assert batch.passage.tolist() == batch.mention.tolist() == [-1] * 4
     part = batch.part(1, 2)
     assert part.answer_mention.tolist() == [1] and part.row.tolist() == [0, 0] and part.answer.tolist() == [0]
-    few = data.example_batch(questions * 8, tokenizer, index, max_mentions=1)
+    few = data.example_batch(questions * 8, "qa", tokenizer, index, max_mentions=1)
     assert few.masked.all() and len(few.row) == 16                          # answers are never sampled away
-    short = data.example_batch(questions, tokenizer, index, max_length=9)
+    short = data.example_batch(questions, "qa", tokenizer, index, max_length=9)
     assert short.tokens.shape[1] <= 9 and tokens(short, 0)[-4:] == [E_START, MASK, E_END, SEP]
-    claims = [data.Example("", [], 1, [], {}), data.Example("Alma", [], 0, [], {})]
-    claims = data.example_batch(claims, tokenizer, index)
-    assert claims.label.tolist() == [1, 0] and claims.answer is None and len(claims.row) == 0
+    claims = [data.Example("", [], 1, [], {}), data.Example("Alma", [], None, [], {})]
+    claims = data.example_batch(claims, "claims", tokenizer, index)
+    assert claims.label.tolist() == [1, -1] and claims.answer is None and len(claims.row) == 0
     assert tokens(claims, 0) == [CLS, SEP]
 
 
