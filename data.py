@@ -36,7 +36,7 @@ from xml.parsers import expat
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[E_start]", "[E_end]"]
@@ -190,6 +190,7 @@ def _wordpiece(vocab) -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece({t: i for i, t in enumerate(vocab)}, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
     return tokenizer
 
 
@@ -694,12 +695,14 @@ def find_mentions(text, names) -> list:
 def _pipeline():
     try:
         import spacy
-    except ImportError as e:
-        raise DataError("noun chunks need spaCy, which is not installed; install it or give mentions") from e
-    names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
-    if not names:
-        raise DataError("noun chunks need an English pipeline of spaCy; install one, such as en_core_web_sm")
-    return spacy.load(names[0], exclude=["ner", "lemmatizer"])
+        names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
+        if names:
+            return spacy.load(names[0], exclude=["ner", "lemmatizer"])
+    except ModuleNotFoundError as e:
+        raise DataError(f"noun chunks need spaCy, which is not installed ({e})") from e
+    except Exception as e:              # an installation that does not fit together raises anything
+        raise DataError(f"noun chunks need spaCy, which does not run here ({type(e).__name__}: {e})") from e
+    raise DataError("noun chunks need an English pipeline of spaCy, such as en_core_web_sm, and none is installed")
 
 
 def noun_chunks(text) -> list:
@@ -713,9 +716,9 @@ def mention_finder(names):
     try:
         _pipeline()
         return "spaCy's noun chunks", noun_chunks
-    except DataError:
+    except DataError as e:
         index = name_index(names)
-        return "the names of the memory's entities", lambda text: find_mentions(text, index)
+        return f"entity names ({e})", lambda text: find_mentions(text, index)
 
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512) -> Batch:

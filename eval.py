@@ -233,8 +233,8 @@ def example_of(run, text):
     how, find = data.mention_finder(run.corpus.entity_names)
     mentions = find(text)
     if not mentions:
-        raise RunError(f"no mention is found in {text!r} by {how}, so nothing can be looked up; name an entity of the "
-                       "corpus")
+        raise RunError(f"no mention in {text!r}, so nothing can be looked up; name an entity of the corpus. Mentions "
+                       f"are found by {how}")
     return data.Example(text, mentions, None, [], {})
 
 
@@ -242,7 +242,7 @@ def print_shown(run, shown):
     for item in shown:
         print(f"\n{item.text}" + (f"\n  says: {item.says}" if item.says else ""))
         for words, layers in item.mentions:
-            print(f"  [{words}]")
+            print(f"  {words}")
             for layer, memories in layers:
                 for weight, m in memories:
                     print(f"    {layer}  {weight:.2f}  {run.corpus.show_mention(m)}")
@@ -270,7 +270,7 @@ def html_page(run, shown):
         if item.says:
             yield f"<p>Says: <b>{html.escape(item.says)}</b></p>"
         for words, layers in item.mentions:
-            yield f"<h3>[{html.escape(words)}]</h3>"
+            yield f"<h3>{html.escape(words)}</h3>"
             for layer, memories in layers:
                 for weight, m in memories:
                     title, left, name, right = map(html.escape, run.corpus.mention_parts(m))

@@ -636,7 +636,8 @@ def read_examples(run, task, path, known=True):
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
         say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
-        examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e for e in examples]
+        examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
+                    for e in tqdm(examples, "mentions", leave=False, disable=None)]
     return examples
 
 

@@ -1,0 +1,335 @@
+"""Real tasks, their controls and figures, what was retrieved, BM25.   python -m pytest tests/test_eval.py"""
+import json
+import math
+import re
+import sys
+import types
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import eval as evaluation
+import train
+from test_train import TINY
+
+EVIL = "<script>alert('x')</script> & Co"
+NAMES = ["Alma Verran", "Boris Holt", "Clara Marek", "Dario Quist", "Edith Sorel", "Felix Varga", "Greta Dahl", "Hugo Orloff",
+         EVIL]
+
+
+def sentence(*parts):
+    """Text and mentions of parts of which the names are linked."""
+    text, mentions = "", []
+    for part in parts:
+        if part in NAMES:
+            mentions.append({"start": len(text), "end": len(text) + len(part), "entity": part})
+        text += part
+    return text, mentions
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """A TOME-2 over 36 passages, trained for a few steps, so that it has every file of a run and knows nothing."""
+    folder = tmp_path_factory.mktemp("eval")
+    with open(folder / "corpus.jsonl", "w") as file:
+        for i, name in enumerate(NAMES):
+            other, third = NAMES[(i + 1) % len(NAMES)], NAMES[(i + 2) % len(NAMES)]
+            for n, parts in enumerate(((name, " was taught by ", other, "."), ("Here ", name, " met ", third, " again."),
+                                       (other, " taught ", name, " and ", third, " too."), (name, " likes <b>tea</b>."))):
+                text, mentions = sentence(*parts)
+                print(json.dumps({"title": name, "text": text, "mentions": mentions,
+                                  "split": "held_out" if n == 2 else "train"}), file=file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train.PRESETS, "toy", {**TINY, "n_initial": 2})
+        assert train.main(["--stage", "tome", "--blocks", "2", "--corpus", str(folder / "corpus.jsonl"), "--out",
+                           str(folder / "run")]) == 0
+        yield folder / "run"
+
+
+@pytest.fixture
+def run(out, monkeypatch):
+    monkeypatch.setitem(sys.modules, "spacy", None)                 # not installed, unless a test says so
+    data._pipeline.cache_clear()
+    for task in ("claims", "qa"):
+        (out / f"{task}.pt").unlink(missing_ok=True)
+    return out
+
+
+def finetune(run, task, path):
+    return train.main(["--stage", "finetune", "--task", task, "--examples", str(path), "--out", str(run)])
+
+
+def evaluate(run, *arguments):
+    return evaluation.main(["--out", str(run), *map(str, arguments)])
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+# ---------------------------------------------------------------- the published tasks, as data.py task writes them
+
+CLAIMS = [f"{a} was taught by {b}." for a, b in zip(NAMES, NAMES[1:])] + ["Nobody is named here."]
+QUESTIONS = [(f"Who taught {a}?", b) for a, b in zip(NAMES, NAMES[1:])] + [("What is tea?", "A drink")]
+PUBLISHED = {
+    "fever": [{"id": i, "claim": c, "evidence": [], "label": ["SUPPORTS", "REFUTES", "NOT ENOUGH INFO"][i % 3]}
+              for i, c in enumerate(CLAIMS)],
+    "hover": [{"uid": i, "claim": c, "num_hops": 2, "label": ["SUPPORTED", "NOT_SUPPORTED"][i % 2]}
+              for i, c in enumerate(CLAIMS)],
+    "fm2": [{"id": i, "text": c, "gold_evidence": [], "label": ["SUPPORTS", "REFUTES"][i % 2]}
+            for i, c in enumerate(CLAIMS)],
+    "triviaqa": [{"Question": q, "Answer": {"Value": a, "Aliases": [a]}} for q, a in QUESTIONS],
+    "complexwebquestions": [{"question": q, "answers": [{"answer": a, "aliases": []}]} for q, a in QUESTIONS],
+    "entityquestions": [{"question": q, "answers": [a]} for q, a in QUESTIONS]}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_task_is_learnt_from_and_measured(run, tmp_path, capsys, name):
+    task = "claims" if name in data.CLAIMS else "qa"
+    path = tmp_path / "examples.jsonl"
+    data.task(name, [write(tmp_path / "published.json", PUBLISHED[name])], path,
+              **({} if task == "claims" else {"corpus": run.parent / "corpus.jsonl"}))
+    capsys.readouterr()
+    assert finetune(run, task, path) == 0
+    said = capsys.readouterr()
+    assert f"mentions of {len(PUBLISHED[name])} examples found by entity names" in said.err
+    assert evaluate(run, "--task", task, "--examples", path, "--json") == 0
+    cell = json.loads(capsys.readouterr().out)[task]                # nothing else on stdout
+    controls = {"memory", "emptied", "without_memory"}
+    if task == "claims":
+        controls.add("majority")
+        labels = Counter(r["label"] for r in PUBLISHED[name])
+        assert cell["majority"] == max(labels.values()) / len(CLAIMS)
+        assert torch.load(run / "claims.pt", weights_only=True)["model"]["claim.weight"].shape[0] == 3
+        assert ("NOT ENOUGH INFO" in labels) == (name == "fever")
+    else:
+        controls |= {"recall@20", "bm25_recall@20", "answer_is_entity"}
+        assert re.search(r"\d of \d questions to train on have an answer", said.out)
+        assert cell["answer_is_entity"] == (len(QUESTIONS) - 1) / len(QUESTIONS) and cell["emptied"] == 0
+        assert cell["bm25_recall@20"] <= cell["answer_is_entity"]   # what is no entity counts as missed
+    assert cell.keys() == controls | {"n", "interval"} and cell["interval"].keys() == controls
+    assert cell["n"] == len(PUBLISHED[name])
+    for control in controls:
+        low, high = cell["interval"][control]
+        assert 0 <= low <= cell[control] <= high <= 1
+    assert evaluate(run, "--task", task, "--examples", path) == 0
+    assert "95%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task, records, what", [
+    ("claims", [{"text": c, "label": None} for c in CLAIMS], "no claim has a label"),
+    ("qa", [{"question": q, "answers": []} for q, _ in QUESTIONS], "no question has an answer")])
+def test_a_test_file_is_shown_but_neither_learnt_from_nor_measured(run, tmp_path, capsys, task, records, what):
+    path = write(tmp_path / "test.jsonl", records)
+    assert finetune(run, task, path) == 1
+    message = capsys.readouterr().err
+    assert f"{path}: {what}" in message and message.count("\n") == 1
+    known = [{**r, "label": "SUPPORTS", "answers": NAMES[:1]} for r in records]
+    assert finetune(run, task, write(tmp_path / "known.jsonl", known)) == 0
+    assert evaluate(run, "--task", task, "--examples", path) == 1
+    assert what in capsys.readouterr().err
+    assert evaluate(run, "--task", task, "--examples", path, "--show", 2) == 0
+    assert capsys.readouterr().out.count("says: ") == 2
+
+
+def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(run, tmp_path):
+    loaded, tome, memory = evaluation.open_run(run)
+    claims = write(tmp_path / "claims.jsonl", [{"text": c, "label": label} for c, label in
+                                               zip(CLAIMS, ["SUPPORTS", None, "NOT ENOUGH INFO"])])
+    assert [e.label for e in train.read_examples(loaded, "claims", claims)] == [1, 2]
+    qa = write(tmp_path / "qa.jsonl", [{"question": "Who is <script>alert('x')</script> & co?", "answers": NAMES},
+                                       {"question": "What?", "answers": []}])
+    examples = train.read_examples(loaded, "qa", qa)
+    assert [len(e.mentions) for e in examples] == [1, 0]
+    figures = train.task_accuracy(loaded, tome, "qa", examples, memory)
+    assert figures == {"accuracy": .5, "recall@20": .5, "n": 2}     # any entity is right for one, none for the other
+
+
+def test_without_memory_the_layers_are_off(run):
+    loaded, tome, memory = evaluation.open_run(run)
+    torch.nn.init.normal_(tome.claim.weight)
+    index = {name: i for i, name in enumerate(loaded.corpus.entity_names)}
+    examples = [data.Example(c, data.find_mentions(c, NAMES), i % 3, [], {}) for i, c in enumerate(CLAIMS)]
+    right = 0
+    for example in examples:        # by hand: the blocks' Transformers alone, mean of the markers, head
+        batch = data.example_batch([example], "claims", loaded.tokenizer, index)
+        with torch.no_grad():
+            H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
+            for block in tome.blocks:
+                H = block.transformer(H, batch.attention_mask)
+            mean = H[0, batch.start].mean(0) if len(batch.start) else torch.zeros(H.shape[-1])
+            right += int((tome.claim.weight @ mean + tome.claim.bias).argmax()) == example.label
+    cell = evaluation.example_figures(loaded, tome, memory, "claims", examples)
+    assert cell["without_memory"] == right / len(examples)
+
+
+# ---------------------------------------------------------------- mentions of claims and questions
+
+def fake_spacy(monkeypatch, load=None):
+    def chunks(text):
+        return types.SimpleNamespace(noun_chunks=[types.SimpleNamespace(start_char=m.start(), end_char=m.end())
+                                                  for m in re.finditer(r"the \w+", text)])
+    spacy = types.SimpleNamespace(util=types.SimpleNamespace(get_installed_models=lambda: ["en_x"]),
+                                  load=load or (lambda name, exclude: chunks))
+    monkeypatch.setitem(sys.modules, "spacy", spacy)
+    data._pipeline.cache_clear()
+
+
+def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run, tmp_path, monkeypatch, capsys):
+    loaded, _, _ = evaluation.open_run(run)
+    text = "Did the teacher of Alma Verran like the tea?"
+    path = write(tmp_path / "qa.jsonl", [
+        {"question": text, "answers": NAMES[:1], "mentions": [{"start": 0, "end": 3, "entity": None}]},
+        {"question": text, "answers": NAMES[:1]}])
+
+    def found(example):
+        assert all(type(m) is data.Mention for m in example.mentions)
+        return [(text[m.start:m.end], m.entity) for m in example.mentions]
+
+    given, names = map(found, train.read_examples(loaded, "qa", path))
+    assert given == [("Did", None)] and names == [("Alma Verran", "Alma Verran")]
+    assert "mentions of 1 examples found by entity names (noun chunks need spaCy, which is not installed" \
+        in capsys.readouterr().err
+    fake_spacy(monkeypatch)
+    given, chunks = map(found, train.read_examples(loaded, "qa", path))
+    assert given == [("Did", None)] and chunks == [("the teacher", None), ("the tea", None)]
+    assert "spaCy's noun chunks" in capsys.readouterr().err
+
+    def broken(name, exclude):
+        raise OSError("no config.cfg")
+    fake_spacy(monkeypatch, broken)
+    assert found(train.read_examples(loaded, "qa", path)[1]) == names
+    assert "no config.cfg" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- figures
+
+def test_wilsons_interval_holds_the_shares_that_the_count_does_not_reject():
+    for right, n in ((0, 10), (3, 10), (10, 10), (115, 234)):
+        low, high = evaluation.wilson(right / n, n)
+        for bound in (low, high):
+            if 0 < bound < 1:       # at either bound the share is 1.96 standard deviations away
+                assert abs(right / n - bound) == pytest.approx(1.96 * math.sqrt(bound * (1 - bound) / n))
+        assert 0 <= low <= right / n <= high <= 1
+    assert evaluation.wilson(0, 10)[0] == 0 and evaluation.wilson(1, 10)[1] == 1
+
+
+@pytest.mark.parametrize("passages", [slice(None), slice(3, None, 4)])
+def test_bm25_is_robertsons_formula(run, passages):
+    corpus = evaluation.open_run(run)[0].corpus
+    chosen, k1, b = np.arange(len(corpus.article))[passages], 0.9, 0.4
+    special = set(corpus.special.values())
+    texts = {int(p): [t for t in corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
+                      if t not in special] for p in chosen}
+    mean = sum(map(len, texts.values())) / len(texts)
+    index = evaluation.BM25(corpus, chosen)
+    rng = np.random.default_rng(0)
+    for query in ([], [corpus.special["[UNK]"]], *(rng.integers(0, corpus.vocab_size, n).tolist() for n in (1, 4, 40))):
+        scores = {}
+        for p, words in texts.items():
+            score = 0.0
+            for t in query:
+                df = sum(t in other for other in texts.values())
+                tf = words.count(t)
+                score += (math.log(1 + (len(texts) - df + .5) / (df + .5)) * tf * (k1 + 1)
+                          / (tf + k1 * (1 - b + b * len(words) / mean)))
+            if score:
+                scores[p] = score
+        for k in (3, 20):
+            best = sorted(scores, key=lambda p: (-round(scores[p], 9), p))[:k]
+            found, found_scores = index.search(query, k)
+            assert found_scores.tolist() == pytest.approx([scores[p] for p in best])
+            assert sorted(scores[p] for p in found.tolist()) == pytest.approx(sorted(scores[p] for p in best))
+    empty = evaluation.BM25(corpus, np.arange(0))
+    assert len(empty.search([5, 6])[0]) == 0
+
+
+def test_bm25_has_a_hit_where_a_passage_holds_a_linked_mention_of_an_answer(run):
+    loaded, _, memory = evaluation.open_run(run)
+    tea = int(next(p for p in range(len(loaded.corpus.article)) if "tea" in loaded.corpus.passage_text(p)
+                   and "Alma" in loaded.corpus.passage_text(p)))
+    index = evaluation.BM25(loaded.corpus, np.array([tea]))
+    for answers, hit in ((["Alma Verran"], 1), (["Boris Holt", "Alma Verran"], 1), (["Boris Holt"], 0), (["tea"], 0), ([], 0)):
+        assert evaluation.bm25_recall(loaded, index, [data.Example("Who likes tea?", [], None, answers, {})]) == hit
+    assert evaluation.bm25_recall(loaded, index, [data.Example("Xyz", [], None, ["Alma Verran"], {})]) == 0
+
+
+# ---------------------------------------------------------------- looking
+
+def test_what_is_shown_is_what_each_layer_retrieved(run, capsys):
+    loaded, tome, memory = evaluation.open_run(run)
+    text = "Alma Verran was taught by Boris Holt."
+    shown, = evaluation.show_examples(loaded, tome, memory, None, [evaluation.example_of(loaded, text)])
+    assert shown.text == text and shown.says == "" and [words for words, _ in shown.mentions] == ["alma verran", "boris holt"]
+    index = {name: i for i, name in enumerate(loaded.corpus.entity_names)}
+    batch = data.example_batch([evaluation.example_of(loaded, text)], "claims", loaded.tokenizer, index)
+    with torch.no_grad():
+        H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
+        for layer, block in enumerate(tome.blocks, 1):
+            query = block.memory_attention.query(H, batch.row, batch.start, batch.end)
+            scores = [sorted((q @ memory.keys.T).tolist(), reverse=True) for q in query]
+            for (_, layers), best in zip(shown.mentions, scores):
+                name, memories = layers[layer - 1]
+                top = best[:tome.config.k]
+                assert name == f"layer {layer}"
+                assert [w for w, _ in memories] == pytest.approx(
+                    [math.exp(s) / sum(map(math.exp, top)) for s in best[:3]], abs=1e-5)
+            H = block.transformer(block.memory_attention(H, batch, memory)[0], batch.attention_mask)
+    assert evaluate(run, "--show", text) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("    layer 1") == printed.count("    layer 2") == 6
+    for line in printed.splitlines()[1:]:
+        assert not line.startswith("    layer") or re.search(r"layer \d  \d\.\d\d  .+: .*\[.+\]", line)
+
+
+def test_held_out_mentions_are_shown_by_number(run, capsys):
+    assert evaluate(run, "--show", 2) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("says: ") == 2 and "[MASK]" in printed and "layer 2" in printed
+
+
+def test_a_text_without_a_mention_and_flags_that_do_not_fit_are_one_sentence(run, capsys):
+    assert evaluate(run, "--show", "Nobody at all.") == 1
+    message = capsys.readouterr().err
+    assert "no mention in 'Nobody at all.'" in message and message.count("\n") == 1
+    for flags in (["--html", "x.html"], ["--examples", "x.jsonl"]):
+        with pytest.raises(SystemExit):
+            evaluate(run, *flags)
+
+
+def test_the_page_holds_what_is_shown_escaped_and_nothing_from_elsewhere(run, tmp_path, capsys):
+    assert evaluate(run, "--show", f"{EVIL} was taught by {NAMES[0]}.", "--html", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; Co" in page
+    assert not re.search(r"<script|<link|<img|<iframe|src=|href=|url\(|@import|https?:", page)
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert set(re.findall(r"</?(\w+)", page)) <= set(
+        "html head meta title style body h1 h2 h3 p section small b".split()), "what the data says is no markup"
+    loaded, tome, memory = evaluation.open_run(run)
+    shown = evaluation.show_examples(loaded, tome, memory, None, [evaluation.example_of(loaded, NAMES[0])])
+    page = evaluation.html_page(loaded, shown)
+    for _, layers in shown[0].mentions:
+        for layer, memories in layers:
+            for weight, m in memories:
+                title, left, name, right = loaded.corpus.mention_parts(m)
+                assert left + name + right == loaded.corpus.passage_text(loaded.corpus.passage_of(m))
+                assert f"{layer} · {weight:.2f}" in page
+
+
+# ---------------------------------------------------------------- curves
+
+def test_the_curve_of_a_stage_follows_its_log(out, tmp_path, capsys):
+    write(tmp_path / "log.jsonl", [{"stage": stage, "step": 10 * i, "lr": .1, "tokens_per_second": 9, "mlm": 8.0 - i,
+                                    "seen": {"accuracy": i / 10, "n": 5}, "unseen": {"accuracy": 0.0, "n": 0}}
+                                   for stage in ("tome", "other") for i in range(1, 9)])
+    evaluation.print_curve(types.SimpleNamespace(out=tmp_path), "tome")
+    heading, mlm, seen = capsys.readouterr().out.strip().splitlines()
+    assert heading == "tome, steps 10 to 80"
+    assert mlm.split() == ["mlm", "7.000", "█▇▆▅▄▃▂▁", "0.000"]
+    assert seen.split() == ["masked,", "seen", "0.100", "▁▂▃▄▅▆▇█", "0.800"]
+    evaluation.print_curve(types.SimpleNamespace(out=tmp_path), "memory")
+    assert capsys.readouterr().out == ""
