@@ -698,10 +698,8 @@ def _pipeline():
         names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
         if names:
             return spacy.load(names[0], exclude=["ner", "lemmatizer"])
-    except ModuleNotFoundError as e:
-        raise DataError(f"noun chunks need spaCy, which is not installed ({e})") from e
-    except Exception as e:              # an installation that does not fit together raises anything
-        raise DataError(f"noun chunks need spaCy, which does not run here ({type(e).__name__}: {e})") from e
+    except Exception as e:              # not installed, or not fitting together, which raises anything
+        raise DataError(f"noun chunks need spaCy, which does not run here: {e}") from e
     raise DataError("noun chunks need an English pipeline of spaCy, such as en_core_web_sm, and none is installed")
 
 

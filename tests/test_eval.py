@@ -16,8 +16,8 @@ import train
 from test_train import TINY
 
 EVIL = "<script>alert('x')</script> & Co"
-NAMES = ["Alma Verran", "Boris Holt", "Clara Marek", "Dario Quist", "Edith Sorel", "Felix Varga", "Greta Dahl", "Hugo Orloff",
-         EVIL]
+NAMES = ["Alma Verran", "Boris Holt", "Clara Marek", "Dario Quist", "Edith Sorel", "Felix Varga", "Greta Dahl",
+         "Hugo Orloff", EVIL]
 
 
 def sentence(*parts):
@@ -165,6 +165,8 @@ def test_without_memory_the_layers_are_off(run):
             right += int((tome.claim.weight @ mean + tome.claim.bias).argmax()) == example.label
     cell = evaluation.example_figures(loaded, tome, memory, "claims", examples)
     assert cell["without_memory"] == right / len(examples)
+    nobody = [data.Example("Nobody is named here.", [], 0, [], {})]         # nothing to look up is no error
+    assert evaluation.example_figures(loaded, tome, memory, "claims", nobody)["n"] == 1
 
 
 # ---------------------------------------------------------------- mentions of claims and questions
@@ -192,7 +194,7 @@ def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run,
 
     given, names = map(found, train.read_examples(loaded, "qa", path))
     assert given == [("Did", None)] and names == [("Alma Verran", "Alma Verran")]
-    assert "mentions of 1 examples found by entity names (noun chunks need spaCy, which is not installed" \
+    assert "mentions of 1 examples found by entity names (noun chunks need spaCy" \
         in capsys.readouterr().err
     fake_spacy(monkeypatch)
     given, chunks = map(found, train.read_examples(loaded, "qa", path))
@@ -253,7 +255,8 @@ def test_bm25_has_a_hit_where_a_passage_holds_a_linked_mention_of_an_answer(run)
     tea = int(next(p for p in range(len(loaded.corpus.article)) if "tea" in loaded.corpus.passage_text(p)
                    and "Alma" in loaded.corpus.passage_text(p)))
     index = evaluation.BM25(loaded.corpus, np.array([tea]))
-    for answers, hit in ((["Alma Verran"], 1), (["Boris Holt", "Alma Verran"], 1), (["Boris Holt"], 0), (["tea"], 0), ([], 0)):
+    for answers, hit in ((["Alma Verran"], 1), (["Boris Holt", "Alma Verran"], 1), (["Boris Holt"], 0), (["tea"], 0),
+                         ([], 0)):
         assert evaluation.bm25_recall(loaded, index, [data.Example("Who likes tea?", [], None, answers, {})]) == hit
     assert evaluation.bm25_recall(loaded, index, [data.Example("Xyz", [], None, ["Alma Verran"], {})]) == 0
 
@@ -264,7 +267,8 @@ def test_what_is_shown_is_what_each_layer_retrieved(run, capsys):
     loaded, tome, memory = evaluation.open_run(run)
     text = "Alma Verran was taught by Boris Holt."
     shown, = evaluation.show_examples(loaded, tome, memory, None, [evaluation.example_of(loaded, text)])
-    assert shown.text == text and shown.says == "" and [words for words, _ in shown.mentions] == ["alma verran", "boris holt"]
+    assert shown.text == text and shown.says == ""
+    assert [words for words, _ in shown.mentions] == ["alma verran", "boris holt"]
     index = {name: i for i, name in enumerate(loaded.corpus.entity_names)}
     batch = data.example_batch([evaluation.example_of(loaded, text)], "claims", loaded.tokenizer, index)
     with torch.no_grad():
