@@ -128,6 +128,7 @@ class Run:
     tokenizer: object
     device: torch.device
     init: str = None            # folder of the BERT that batch-tome starts from
+    n_search: int = None        # buckets that a search of the memory looks into; None: it is exact
 
     def log(self, record):
         if ann.rank_and_size()[0] == 0:
@@ -184,7 +185,7 @@ def make_run(args):
     corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
     config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0))
     return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device),
-               old["init"])
+               old["init"], args.n_search if args.search == "bucketed" else None)
 
 
 def prepare_corpus(out, run, settings):
@@ -598,7 +599,7 @@ def stage_memory(run):
 
 def open_memory(run, fingerprint):
     """The memory of the whole corpus, and the part of it that training sees: passages that are not held out."""
-    memory = load_memory(run.out / "memory", fingerprint, run.device)
+    memory = load_memory(run.out / "memory", fingerprint, run.device).bucketed(run.n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
 
@@ -745,12 +746,19 @@ def finished(run, stage):
     return checkpoint is not None and checkpoint["step"] >= checkpoint["steps"]
 
 
-def parse_arguments(argv):
-    def positive(text):
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-        return int(text)
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
+
+def add_search_arguments(parser):
+    parser.add_argument("--search", choices=("exact", "bucketed"), default="exact", help="of the memory (app. C.1)")
+    parser.add_argument("--n-search", type=positive, default=32, help="buckets a bucketed search looks into, of "
+                        "4 sqrt(N) for N memories in a process")
+
+
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     parser.add_argument("--stage", choices=STAGES, required=True)
     parser.add_argument("--preset", choices=list(PRESETS))
@@ -764,6 +772,7 @@ def parse_arguments(argv):
     parser.add_argument("--seed", type=int)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
+    add_search_arguments(parser)
     args = parser.parse_args(argv)
     if (args.stage == "finetune") != (args.task is not None):
         parser.error("--task goes with --stage finetune, and --stage finetune needs it")
