@@ -970,10 +970,10 @@ def toy_world(seed=0, bridge_sentences=0.0):
                                 answers=[obj], **info))
                 # A wrong object is that of another fact of this relation, so as frequent as right ones are,
                 # and each fact is claimed rightly and wrongly: nothing but the memory tells them apart.
-                wrong = obj
-                while wrong in (obj, subject, bridge):
-                    wrong = objects[relations[-1]][rng.integers(len(objects[relations[-1]]))]
-                for claimed, label in ((obj, "SUPPORTS"), (wrong, "REFUTES")):
+                wrong = [o for o in objects[relations[-1]] if o not in (obj, subject, bridge)]
+                if not wrong:
+                    continue
+                for claimed, label in ((obj, "SUPPORTS"), (rng.choice(wrong), "REFUTES")):
                     claim = _say(rng.choice(relation.claims), subject, claimed, noun)
                     claims.append(_line("text", claim, label=label, **info))
             examples[f"qa.{hop}.{name}"] = qa

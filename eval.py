@@ -23,19 +23,19 @@ import torch
 import data
 import train
 from encoder import CheckpointError
-from memory import MemoryFolderError, attention_weights, load_memory
+from memory import MemoryFolderError, attention_weights
 from tome import predict_entity
 from train import RunError, answer_question, claim_logits, evaluate_memory, task_accuracy
 
 
-def open_run(out, task=None, device=None):
+def open_run(out, task=None, device=None, search="exact", n_search=None):
     """(run, trained TOME, whole memory) of a run folder."""
     saved = train.read_run_file(out)
     args = argparse.Namespace(out=out, preset=saved["preset"], seed=None, blocks=None, corpus=None, init=None,
-                              device=device)
+                              device=device, search=search, n_search=n_search)
     run = train.make_run(args)
     tome, fingerprint = train.load_tome(run, task or "tome")
-    return run, tome, load_memory(run.out / "memory", fingerprint, run.device)
+    return run, tome, train.open_memory(run, fingerprint)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def report(run, stage, task):
         train.say(f"Done; python eval.py --out {run.out} shows what was learnt.")
         return
     tome, fingerprint = train.load_tome(run, task or "tome")
-    memory = load_memory(run.out / "memory", fingerprint, run.device)
+    memory, _ = train.open_memory(run, fingerprint)
     if stage == "tome":
         figures = masked_mention_figures(run, tome, memory)
         print_masked(figures)
@@ -382,6 +382,7 @@ def main(argv=None):
                         help="what is retrieved by a text, or by the first N held-out mentions (--task: examples)")
     parser.add_argument("--html", metavar="FILE", help="write what --show prints as a page")
     parser.add_argument("--device", choices=("cpu", "cuda"))
+    train.add_search_arguments(parser)
     args = parser.parse_args(argv)
     if not 0 <= args.memory_fraction <= 1:
         parser.error("--memory-fraction wants a number from 0 to 1")
@@ -390,7 +391,7 @@ def main(argv=None):
     if args.html and args.show is None:
         parser.error("--html goes with --show")
     try:
-        run, tome, memory = open_run(args.out, args.task, args.device)
+        run, tome, memory = open_run(args.out, args.task, args.device, args.search, args.n_search)
         memory = memory.sample(args.memory_fraction)
         if args.show is not None:
             n = int(args.show) if args.show.isdecimal() else None

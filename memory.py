@@ -74,10 +74,12 @@ class MentionMemory:
     `passage` names the group of rows that a query of the same number never sees: the query's own passage in training
     ("disallowed same passage retrieval", §2.4); evaluation puts articles there to take a whole subject away."""
 
-    def __init__(self, keys, values, entity, passage, mention, index=None, n_search=None):
+    def __init__(self, keys, values, entity, passage, mention, n_search=None):
         self.keys, self.values, self.entity = keys, values, entity
         self.passage, self.mention = passage, mention
-        self.index, self.n_search = index, n_search
+        self.n_search = n_search        # None: exact search; else in so many of 4 sqrt(N) buckets (app. C.1.2)
+        bucketed = n_search is not None and len(keys) > 0
+        self.index = ann.BucketedIndex(keys, int(4 * len(keys) ** 0.5), passage) if bucketed else None
 
     def __len__(self):
         return len(self.keys)
@@ -119,12 +121,19 @@ class MentionMemory:
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
         return ann.total(torch.bincount(pairs[0], minlength=n_entities), self.entity.device)
 
-    # -- the same table, changed: the controls of the experiments
+    # -- the same table, changed: another search, and the controls of the experiments
+
+    def changed(self, **changes):
+        return MentionMemory(**{name: getattr(self, name) for name in (*ARRAYS, "n_search")} | changes)
+
+    def bucketed(self, n_search):
+        """The same rows, searched in n_search buckets; None: exactly."""
+        return self.changed(n_search=n_search)
 
     def select(self, keep):
-        """Only the rows where keep (N,) is true. A kept bucketed index is made anew by its owner."""
+        """Only the rows where keep (N,) is true."""
         keep = torch.as_tensor(keep, device=self.keys.device)
-        return MentionMemory(*(getattr(self, name)[keep] for name in ARRAYS))
+        return self.changed(**{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
         """A uniform sample of the passages (§4.1 samples 38M of 150M mentions; by passage, so that what is kept of a
@@ -141,12 +150,12 @@ class MentionMemory:
     def shuffled(self, seed=0):
         """Keys stay, the values behind them are another row's: retrieval is as before, what it brings is wrong."""
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(self))).to(self.keys.device)
-        return MentionMemory(self.keys, self.values[order], self.entity, self.passage, self.mention)
+        return self.changed(values=self.values[order])
 
     def by_article(self, article):
         """The same rows, grouped by article: a query of group a sees nothing that stands in article a."""
         group = torch.from_numpy(np.array(article)).to(self.passage.device)[self.passage]
-        return MentionMemory(self.keys, self.values, self.entity, group.to(self.passage.dtype), self.mention)
+        return self.changed(passage=group.to(self.passage.dtype))
 
 
 class MemoryAttention(nn.Module):

@@ -128,6 +128,7 @@ class Run:
     tokenizer: object
     device: torch.device
     init: str = None            # folder of the BERT that batch-tome starts from
+    n_search: int = None        # buckets that a search of the memory looks into; None: it is exact
 
     def log(self, record):
         if ann.rank_and_size()[0] == 0:
@@ -184,7 +185,7 @@ def make_run(args):
     corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
     config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0))
     return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device),
-               old["init"])
+               old["init"], args.n_search if args.search == "bucketed" else None)
 
 
 def prepare_corpus(out, run, settings):
@@ -266,6 +267,11 @@ def new_batch_tome(run):
         tome = model.tome
         targets = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
         tome.embeddings.load_state_dict(embeddings)
+        # [E_start] and [E_end] took unused entries. BERT knows a sign that stands around a name and attends to it.
+        quote, special = run.tokenizer.token_to_id('"'), run.corpus.special
+        if quote is not None:
+            word = tome.embeddings.word.weight.data
+            word[[special["[E_start]"], special["[E_end]"]]] = word[quote].clone()
         for layer, state in zip(targets, layers, strict=True):
             layer.load_state_dict(state)
         if mlm is None:
@@ -408,9 +414,10 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     step, best, sums = 0, None, {}                  # sums: of what is logged next
     checkpoint = load_checkpoint(path, stage)
     if checkpoint is not None:
-        if checkpoint["steps"] != schedule.steps:
-            raise RunError(f"{path} was trained for {checkpoint['steps']} steps, not {schedule.steps}; "
-                           "leave --steps out, or choose another --out")
+        for name in ("steps", "batch"):
+            if checkpoint[name] != getattr(schedule, name):
+                raise RunError(f"{path} was trained with --{name} {checkpoint[name]}, not {getattr(schedule, name)}; "
+                               f"leave --{name} out, or choose another --out")
         step, best, sums = checkpoint["step"], checkpoint.get("best_score"), checkpoint["sums"]
         if step < schedule.steps:
             load_weights(model, checkpoint["model"], path)
@@ -428,8 +435,9 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     def save():
         if rank == 0:
             values = {} if best is None else {"best": best_weights, "best_score": best}
-            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, processes=size, sums=sums,
-                            model=model.state_dict(), optimizer=optimizer.state_dict(), **values, **extra)
+            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, batch=schedule.batch, processes=size,
+                            sums=sums, model=model.state_dict(), optimizer=optimizer.state_dict(), **values,
+                            **extra)
 
     progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
     n_tokens, since = 0, time.time()
@@ -591,7 +599,7 @@ def stage_memory(run):
 
 def open_memory(run, fingerprint):
     """The memory of the whole corpus, and the part of it that training sees: passages that are not held out."""
-    memory = load_memory(run.out / "memory", fingerprint, run.device)
+    memory = load_memory(run.out / "memory", fingerprint, run.device).bucketed(run.n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
 
@@ -756,12 +764,19 @@ def finished(run, stage):
     return checkpoint is not None and checkpoint["step"] >= checkpoint["steps"]
 
 
-def parse_arguments(argv):
-    def positive(text):
-        if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-        return int(text)
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
 
+
+def add_search_arguments(parser):
+    parser.add_argument("--search", choices=("exact", "bucketed"), default="exact", help="of the memory (app. C.1)")
+    parser.add_argument("--n-search", type=positive, default=32, help="buckets a bucketed search looks into, of "
+                        "4 sqrt(N) for N memories in a process")
+
+
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     parser.add_argument("--stage", choices=STAGES, required=True)
     parser.add_argument("--preset", choices=list(PRESETS))
@@ -771,16 +786,18 @@ def parse_arguments(argv):
     parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
     parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
     parser.add_argument("--steps", type=positive, help="instead of the preset's, for the stage named")
+    parser.add_argument("--batch", type=positive, help="passages or examples a step, likewise")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
+    add_search_arguments(parser)
     args = parser.parse_args(argv)
     if (args.stage == "finetune") != (args.task is not None):
         parser.error("--task goes with --stage finetune, and --stage finetune needs it")
     if args.examples and args.stage != "finetune":
         parser.error("--examples goes with --stage finetune")
-    if args.steps and args.stage == "memory":
-        parser.error("--steps does not go with --stage memory: it reads the corpus once")
+    if (args.steps or args.batch) and args.stage == "memory":
+        parser.error("--steps and --batch do not go with --stage memory: it reads the corpus once")
     return args
 
 
@@ -796,12 +813,13 @@ def train(args):
             say(f"Stage {stage} comes first.")
         started = time.time()
         schedule = run.settings.schedule.get(args.task if stage == "finetune" else stage)
-        if schedule is not None:        # --steps, or as many as this stage was started with, or the preset's
+        if schedule is not None:        # --steps and --batch, or what this stage was started with, or the preset's
             name = args.task if stage == "finetune" else stage
-            begun = load_checkpoint(run.out / f"{name}.pt", name)
-            steps = (args.steps if last else None) or (begun["steps"] if begun else schedule.steps)
+            begun = load_checkpoint(run.out / f"{name}.pt", name) or asdict(schedule)
+            steps, batch = ((getattr(args, name) if last else None) or begun[name] for name in ("steps", "batch"))
             rate = run.settings.bert_rate if run.init and stage != "finetune" else 1.0
-            schedule = replace(schedule, steps=steps, warmup=min(schedule.warmup, steps // 10), lr=schedule.lr * rate)
+            schedule = replace(schedule, steps=steps, batch=batch, warmup=min(schedule.warmup, steps // 10),
+                               lr=schedule.lr * rate)
         if stage == "batch-tome":
             stage_batch_tome(run, schedule)
         elif stage == "memory":

@@ -1,4 +1,4 @@
-"""What the parts of this project cost, beside others: python tests/bench.py [search|buckets|shards …]
+"""What the parts of this project cost, beside others: python tests/bench.py [search|buckets|shards|step|cost|build …]
 
 One table. Times are seconds, the shortest of several turns that the contenders take one after the other, so that
 a busy machine is everybody's. ratio: how many times faster ours is. floor: the bare matmul, in the same turns.
@@ -18,6 +18,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import ann  # noqa: E402
+import data  # noqa: E402
+import memory  # noqa: E402
+import train  # noqa: E402
+from encoder import Config  # noqa: E402
+from tome import TOME, BatchTOME, coreference_loss, entity_prediction_loss, mlm_loss  # noqa: E402
 
 try:
     import faiss
@@ -220,7 +225,190 @@ def shards(args):
             row(f"128 shards, keys {what}: recall, top-{k_shard} of each", recall, "", f"softmax mass {mass:.3f}")
 
 
-SECTIONS = {"search": search, "buckets": buckets, "shards": shards}
+# ---- a training step, forward and backward
+
+# The public JAX implementation's CPU seconds on two cores, measured once: batch-tome, TOME-1 with its approximate
+# search, TOME-1 with exact search.
+JAX = {"small": (0.57, 0.75, 4.9), "base": (8.0, 7.6, 12.8)}
+STEPS = {"small": (Config(hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_block=2, key_dim=64, value_dim=128,
+                          coref_dim=128, k=32, k_shard=32, k_answer=32, k_answer_shard=32), 16, 64, 10, 65536),
+         "base": (Config(k=128, k_shard=128, k_answer=128, k_answer_shard=128), 8, 128, 20, 131072)}
+
+
+def random_batch(config, B, T, n_mentions, n_targets, n_entities, device, seed=0):
+    """B full passages of T tokens, each with n_mentions linked mentions and n_targets masked tokens."""
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1000, config.vocab_size, (B, T), generator=g)
+    start = torch.arange(1, T - 3, (T - 4) // n_mentions)[:n_mentions].repeat(B)
+    row = torch.arange(B).repeat_interleave(n_mentions)
+    at = torch.cat([torch.randperm(T, generator=g)[:n_targets].sort().values + b * T for b in range(B)])
+    nothing = torch.zeros_like(row)
+    batch = data.Batch(tokens=tokens, unmasked=tokens.clone(), attention_mask=tokens > 0, row=row, start=start,
+                       end=start + 2, entity=torch.randint(1, n_entities, (len(row),), generator=g), passage=row,
+                       masked=nothing > 0, target_index=at, target=tokens.flatten()[at], target_mention=at * 0 - 1,
+                       mention=nothing)
+    batch.tokens.view(-1)[at] = 103
+    return batch.to(device)
+
+
+def random_memory(config, N, n_entities, device, seed=1):
+    """N memories, of which every entity has some; nothing of the batch's passages."""
+    g = torch.Generator().manual_seed(seed)
+    return memory.MentionMemory(*(x.to(device) for x in (
+        torch.randn(N, config.key_dim, generator=g), torch.randn(N, config.value_dim, generator=g),
+        torch.randint(1, n_entities, (N,), generator=g), torch.arange(N) // 8 + 10 ** 6, torch.arange(N))))
+
+
+def tome_losses(model, batch, table):
+    H, _ = model(batch.tokens, batch.attention_mask, batch, table)
+    z = model.answer(H, batch.row, batch.start, batch.end)
+    found = table.retrieve(z, batch.passage, model.config.k_answer, model.config.k_answer_shard)
+    return (0.85 * mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
+            + 0.15 * entity_prediction_loss(found.scores, found.entity, batch.entity))
+
+
+def batch_tome_losses(model, batch):
+    H, _ = model(batch)
+    z = model.coref(H, batch.row, batch.start, batch.end)
+    return (0.85 * mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
+            + 0.15 * coreference_loss(z, batch.entity, batch.passage))
+
+
+def cpu_seconds(turns, function):
+    """Shortest CPU time of `turns` calls, all threads together (on a GPU: the shortest time)."""
+    times = []
+    for turn in range(turns + 1):
+        clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+        start = clock()
+        function()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(clock() - start)
+    return min(times[1:])
+
+
+def matmul_rate(device):
+    """Multiply-adds a CPU second of a square float32 matmul of the size that a step is made of."""
+    a, b = torch.randn(1024, 1024, device=device), torch.randn(1024, 1024, device=device)
+    return 4 * 1024 ** 3 / cpu_seconds(10, lambda: [a @ b for _ in range(4)])
+
+
+def layer_work(config, n_tokens, T):
+    """Multiply-adds of one Transformer layer's forward pass: its weights, and T x T attention."""
+    h, f = config.hidden, config.intermediate
+    return n_tokens * (4 * h * h + 2 * h * f + 2 * T * h)
+
+
+def step(args):
+    rate = matmul_rate(args.device)
+    print(f"  a step is forward and backward, in CPU seconds of all threads together; floor: its multiply-adds at the "
+          f"{rate / 1e9:.0f} billion a second of a matmul here; theirs: the public JAX code, measured once elsewhere")
+    for name, (config, B, T, n_targets, N) in STEPS.items():
+        torch.manual_seed(0)
+        batch = random_batch(config, B, T, 8, n_targets, 5000, args.device)
+        model = BatchTOME(TOME(config)).to(args.device).train()
+        table = random_memory(config, N, 5000, args.device)
+        index = table.bucketed(32)
+        layers = (config.n_initial + config.n_block) * layer_work(config, B * T, T)
+        head = B * n_targets * config.hidden * (config.vocab_size + config.hidden)
+        scores = len(batch.row) * N * config.key_dim
+
+        def backward(loss):
+            model.zero_grad()
+            loss.backward()
+
+        def run(function):
+            with torch.autocast(args.device, torch.bfloat16, enabled=args.bf16):
+                loss = function()
+            backward(loss)
+
+        theirs = JAX[name] if args.device == "cpu" else ("",) * 3
+        for what, function, work, their in (
+                ("batch-tome", lambda: batch_tome_losses(model, batch), 3 * (2 * layers + head), theirs[0]),
+                ("TOME-1, bucketed; theirs: approximate", lambda: tome_losses(model.tome, batch, index),
+                 3 * (layers + head), theirs[1]),
+                ("TOME-1, exact; theirs: approximate", lambda: tome_losses(model.tome, batch, table),
+                 3 * (layers + head) + 2 * scores, theirs[1]),
+                ("TOME-1, exact; theirs: exact", None, 3 * (layers + head) + 2 * scores, theirs[2])):
+            if function is not None:
+                ours = cpu_seconds(args.turns, lambda: run(function))
+            row(f"step, {name}: {what}", ours, their, work / rate)
+
+
+# ---- what the memory costs (the paper's table 11)
+
+def cost(args):
+    """A TPU of the paper reads 32 passages a step, and searches 32 x 24 x 128 queries among 38M / 128 keys. Here four
+    passages and an eighth of these queries: the same ratio."""
+    readers = {"BERT-base": Config(), "BERT-large": Config(hidden=1024, n_heads=16, intermediate=4096, n_initial=8,
+                                                           n_block=16)}
+    paper = {"BERT-base": (0.79, 0.22), "BERT-large": (0.48, 0.07)}
+    keys, queries = clustered(38_000_000 // 128, 128, 20000, 4 * 24 * 128, args.device)
+    index = ann.BucketedIndex(keys, int(4 * len(keys) ** 0.5))
+    exact_ids = ann.exact_topk(queries[:768], keys, 2)[1]
+    n_search = 4
+    while overlap(index.search(queries[:768], 2, n_search)[1].cpu(), exact_ids) < 0.95:
+        n_search *= 2
+    print(f"  {n_search} of {len(index.centroids)} buckets find 95% of the two best")
+    seconds = {"exact": [], "bucketed": []}
+    for k in (2, 32):                   # the memory layer, entity prediction (app. C.2)
+        seconds["exact"].append(cpu_seconds(1, lambda: ann.exact_topk(queries, keys, k)))
+        seconds["bucketed"].append(cpu_seconds(1, lambda: index.search(queries, k, n_search)))
+    for name, config in readers.items():
+        batch = random_batch(config, 4, 128, 24, 20, 5000, args.device)
+        model = TOME(config).to(args.device).train()
+        few = random_memory(config, 256, 5000, args.device)         # its search costs nothing; the rest is as ever
+
+        def run():
+            model.zero_grad()
+            tome_losses(model, batch, few).backward()
+
+        reader = cpu_seconds(2, run)
+        for search_name, their in zip(seconds, paper[name]):
+            ours = sum(seconds[search_name])
+            row(f"share of a step spent on search, {name}, {search_name}; theirs: TPU", f"{ours / (ours + reader):.2f}",
+                f"{their:.2f}", f"search {ours:.1f} s, reader {reader:.1f} s")
+
+
+# ---- building the memory
+
+def build(args):
+    """Passages a second of build_memory, and of the bare encoder on the same batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        data.write_toy(folder, 0)
+        tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(f"{folder}/corpus.jsonl")), 2000)
+        corpus = data.Corpus.build(f"{folder}/corpus.jsonl", f"{folder}/corpus", tokenizer, 64, 128)
+        for name, config in (("toy", train.preset("toy")[1]), ("mini", train.preset("mini")[1])):
+            model = BatchTOME(TOME(config)).to(args.device).eval()
+            n = len(corpus.article) if name == "toy" else 4000
+            passages, calls = np.arange(n), []
+
+            def record(module, inputs):
+                calls.append(inputs)
+
+            handle = model.encoder.register_forward_pre_hook(record)
+            memory.encode_passages(model.encoder, corpus, passages, torch.device(args.device))
+            handle.remove()
+
+            @torch.no_grad()
+            def bare():
+                for inputs in calls:
+                    model.encoder(*inputs)
+
+            folder_of = Path(folder) / f"memory-{name}"
+
+            def whole():
+                rows = memory.encode_passages(model.encoder, corpus, passages, torch.device(args.device))
+                folder_of.mkdir(exist_ok=True)
+                for key, array in rows.items():
+                    np.save(folder_of / f"{key}.npy", array)
+
+            times, _ = race(args.turns, bare=bare, whole=whole)
+            row(f"building the memory, {name}: {n / times['whole']:.0f} passages a second", times["whole"], "",
+                times["bare"])
+
+
+SECTIONS = {"search": search, "buckets": buckets, "shards": shards, "step": step, "cost": cost, "build": build}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -230,6 +418,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bf16", action="store_true", help="autocast in the section step")
     args = parser.parse_args()
     unknown = set(args.sections) - set(SECTIONS)
     if unknown:

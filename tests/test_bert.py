@@ -210,9 +210,10 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     tensors = random_bert(mlm=n_blocks == 1)
     folder = write_bert(tmp_path / "bert", tensors)
     config = bert_config(folder, Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_blocks=n_blocks))
-    corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus",
-                               data.load_tokenizer(folder / "vocab.txt"), 64, 128)
-    run = SimpleNamespace(seed=0, config=config, corpus=corpus, settings=train.Settings(), init=folder)
+    tokenizer = data.load_tokenizer(folder / "vocab.txt")
+    corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
+    run = SimpleNamespace(seed=0, config=config, corpus=corpus, tokenizer=tokenizer, settings=train.Settings(),
+                          init=folder)
     tome = train.new_batch_tome(run).tome
     tokens, mask = padded_passages()
     states, _ = bert_forward(tensors, tokens, mask)

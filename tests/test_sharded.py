@@ -1,0 +1,179 @@
+"""W processes compute what one does on the same batch.   python -m pytest tests/test_sharded.py"""
+import argparse
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import ann
+import data
+import memory as memory_file
+import train
+from memory import MentionMemory, load_memory
+
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16, "eval_mentions": 20,
+        "k_answer": 40, "k_answer_shard": 40,               # k_shard = k: the search is exact
+        "schedule": {name: train.Schedule(2, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
+STAGES = ("batch-tome", "tome", "claims", "qa")
+
+
+def arguments(out, **values):
+    return argparse.Namespace(**{"out": out, "preset": None, "seed": None, "blocks": None, "corpus": None, "init": None,
+                                 "device": "cpu", "search": "exact", "n_search": None, **values})
+
+
+@pytest.fixture(scope="module")
+def folder(small_world, tmp_path_factory):
+    """A run with every stage's result, and its memory in shards of 32 passages."""
+    out = tmp_path_factory.mktemp("sharded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train.PRESETS, "toy", TINY)
+        patch.setattr(memory_file, "PASSAGES_PER_SHARD", 32)
+        assert train.main(["--stage", "tome", "--corpus", str(small_world), "--out", str(out)]) == 0
+    _, examples = data.toy_world(seed=3)
+    titles = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
+    for task in ("claims", "qa"):
+        rows = [e for e in examples[f"{task}.one_hop.train"] if e["subject"] in titles][:48]
+        data.write_lines(out / f"{task}.jsonl", rows)
+    return out
+
+
+def first_step(folder, stage, found):
+    """Loss and gradients of a stage's first step, as train_stage computes them; bytes sent, and what was retrieved."""
+    result = {}
+
+    def record(run, stage, model, schedule, next_batch, losses, evaluate, extra):
+        rank, size = ann.rank_and_size()
+        batch = next_batch(0).part(rank, size)
+        ann.bytes_sent.clear()
+        found.clear()
+        parts = losses(model.train(), batch)
+        loss = sum(weight * share for weight, share in parts.values())
+        loss.backward()
+        ann.sum_gradients(model.parameters())
+        result.update(sent=dict(ann.bytes_sent), mentions=len(batch.row), loss=float(ann.total(loss)),
+                      grads={name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+    train.train_stage = record
+    run = train.make_run(arguments(folder))
+    schedule = run.settings.schedule[stage]
+    if stage in ("claims", "qa"):
+        train.stage_finetune(run, stage, schedule, folder / f"{stage}.jsonl")
+    else:
+        {"batch-tome": train.stage_batch_tome, "tome": train.stage_tome}[stage](run, schedule)
+    return result
+
+
+def process(rank, size, folder, stages, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{results}/init", rank=rank, world_size=size)
+    train.PRESETS["toy"], memory_file.PASSAGES_PER_SHARD = TINY, 32
+    found, n_local, retrieve = [], [], MentionMemory.retrieve
+
+    def watched(self, *arguments):
+        found.append(retrieve(self, *arguments))
+        n_local[:] = [len(self)]
+        return found[-1]
+
+    MentionMemory.retrieve = watched
+    for stage in stages:
+        result = first_step(folder, stage, found)
+        if stage == "tome":
+            result |= {"ids": [f.ids for f in found], "n_local": n_local[0]}
+        torch.save(result, results / f"{stage}.{rank}.pt")
+    if size == 2:
+        run = train.make_run(arguments(folder))
+        memory_file.build_memory(train.load_batch_tome(run).encoder, run.corpus, folder / "by_two", run.device)
+    else:
+        table = load_memory(folder / "by_two")
+        torch.save({name: getattr(table, name) for name in memory_file.ARRAYS}, results / f"memory.{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train.PRESETS, "toy", TINY)
+        patch.setattr(train, "train_stage", None)       # first_step sets it; here it is put back
+        return {stage: first_step(folder, stage, []) for stage in STAGES}
+
+
+@pytest.fixture(scope="module")
+def several(folder, tmp_path_factory):
+    """What each of 2, 4 and 3 processes has after the first step of each stage (3: only of tome)."""
+    done = {}
+    for size, stages in ((2, STAGES), (4, STAGES), (3, ("tome",))):
+        results = tmp_path_factory.mktemp(f"{size}")
+        mp.spawn(process, (size, folder, stages, results), size)
+        done[size] = {stage: [torch.load(results / f"{stage}.{rank}.pt") for rank in range(size)] for stage in stages}
+        if size != 2:
+            done[size]["memory"] = [torch.load(results / f"memory.{rank}.pt") for rank in range(size)]
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, several, stage, size):
+    one, many = alone[stage], several[size][stage]
+    for other in many:                                  # every process ends with the same sum
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert other["grads"].keys() == one["grads"].keys()
+        for name, grad in one["grads"].items():
+            assert (grad - other["grads"][name]).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
+    assert sum(other["mentions"] for other in many) == one["mentions"]
+    assert any(float(grad.abs().max()) > 1e-3 for grad in one["grads"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_sent_in_a_step_are_those_of_the_readmes_formula(several, size):
+    """README, several processes: what a process sends in a step of stage tome, one memory layer."""
+    results, d_K, d_V, k_shard, k_answer_shard = several[size]["tome"], 64, 128, 64, 40
+    mentions = [r["mentions"] for r in results]
+    bounds = np.cumsum([0] + [r["n_local"] for r in results])
+    for rank, r in enumerate(results):
+        layer, answer = (ids[ids >= 0].unique().numpy() for ids in r["ids"])
+        others = {name: [other["ids"][i][other["ids"][i] >= 0].unique().numpy() for j, other in enumerate(results)
+                         if j != rank] for i, name in enumerate(("layer", "answer"))}
+
+        def foreign(ids):
+            return int(((ids < bounds[rank]) | (ids >= bounds[rank + 1])).sum())
+
+        def asked(name):
+            return sum(int(((ids >= bounds[rank]) & (ids < bounds[rank + 1])).sum()) for ids in others[name])
+
+        m, M = mentions[rank], sum(mentions)
+        assert r["sent"]["gather"] == 2 * (size - 1) * max(mentions) * (4 * d_K + 8)
+        assert r["sent"]["candidates"] == (M - m) * (k_shard + k_answer_shard) * (4 + 8)
+        assert r["sent"]["ids"] == 8 * (2 * foreign(layer) + foreign(answer))
+        assert r["sent"]["rows"] == (asked("layer") * (4 * d_K + 8 + 4 * d_V) + asked("answer") * (4 * d_K + 8))
+        assert r["sent"]["gradients"] == 4 * sum(grad.numel() for grad in r["grads"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_memory_written_by_two_processes_loads_in_one_three_or_four(folder, several, size):
+    parts = several[size]["memory"] if size > 1 else [vars(load_memory(folder / "by_two"))]
+    order = np.argsort(np.concatenate([part["mention"].numpy() for part in parts]))
+    for name in memory_file.ARRAYS:         # what one process wrote, read with numpy alone
+        written = np.concatenate([np.load(p) for p in sorted((folder / "memory").glob(f"{name}-*.npy"))])
+        rows = np.concatenate([part[name].numpy() for part in parts])[order]
+        assert len(rows) == len(written)
+        np.testing.assert_allclose(rows, written, atol=1e-5)
+
+
+def test_bucketed_memory_with_all_buckets_retrieves_what_the_exact_one_does():
+    g = torch.Generator().manual_seed(0)
+    rows = dict(keys=torch.randn(300, 8, generator=g), values=torch.randn(300, 6, generator=g),
+                entity=torch.randint(1, 6, (300,), generator=g), passage=torch.arange(300) // 3,
+                mention=torch.arange(300))
+    exact, query, passage = MentionMemory(**rows), torch.randn(9, 8, generator=g), torch.arange(9)
+    a, b = exact.attend(query, passage, 20, 20), exact.bucketed(10 ** 6).attend(query, passage, 20, 20)
+    assert torch.equal(a.ids, b.ids) and torch.allclose(a.value, b.value)
+    half = exact.bucketed(2).select(torch.arange(300) % 2 == 0)
+    assert half.n_search == 2 and len(half) == 150 and (half.attend(query, passage, 5, 5).ids < 150).all()
+    assert exact.bucketed(2).emptied().attend(query, passage, 5, 5).value.eq(0).all()
