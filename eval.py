@@ -2,7 +2,7 @@
 
     python eval.py --out runs/toy                       accuracy on masked mentions, with the memory and without
     python eval.py --out runs/toy --task qa             claims or questions; with the subject's passages taken away
-    python eval.py --out runs/toy --task qa --show "Who was the teacher of Mona Varga?"
+    python eval.py --out runs/toy --ask "Who was the teacher of Mona Varga?"
     python eval.py --out runs/toy --task qa --examples FILE         examples of one's own, or of a published task
     python eval.py --out runs/toy --show                what the first held-out mentions retrieve; --html FILE: a page
 
@@ -366,7 +366,7 @@ def report(run, stage, task):
               f"curves in {run.out / 'log.jsonl'}.")
     elif (run.out / "world").exists():
         print_task(task_figures(run, tome, memory, task), task)
-        print(f'\nAsk it: python eval.py --out {run.out} --task {task} --show "…"')
+        print(f'\nAsk it: python eval.py --out {run.out} --task {task} --ask "…"')
     else:
         print(f"\nMeasure it: python eval.py --out {run.out} --task {task} --examples FILE")
 
@@ -380,16 +380,20 @@ def main(argv=None):
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     parser.add_argument("--show", nargs="?", const="5", metavar="N|TEXT",
                         help="what is retrieved by a text, or by the first N held-out mentions (--task: examples)")
+    parser.add_argument("--ask", metavar="TEXT", help="answer a question (with --task claims: judge a claim), and show "
+                        "where from: --task qa --show TEXT")
     parser.add_argument("--html", metavar="FILE", help="write what --show prints as a page")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     train.add_search_arguments(parser)
     args = parser.parse_args(argv)
+    if args.ask:
+        args.task, args.show = args.task or "qa", args.ask
     if not 0 <= args.memory_fraction <= 1:
         parser.error("--memory-fraction wants a number from 0 to 1")
     if args.examples and not args.task:
         parser.error("--examples wants --task qa or --task claims")
     if args.html and args.show is None:
-        parser.error("--html goes with --show")
+        parser.error("--html goes with --show or --ask")
     try:
         run, tome, memory = open_run(args.out, args.task, args.device, args.search, args.n_search)
         memory = memory.sample(args.memory_fraction)
