@@ -33,7 +33,7 @@ def open_run(out, task=None, device=None):
                               device=device)
     run = train.make_run(args)
     tome, fingerprint = train.load_tome(run, task or "tome")
-    return run, tome, load_memory(run.out / "memory", fingerprint, run.device)
+    return run, tome, load_memory(run.out / "memory", fingerprint, run.device, corpus=run.corpus.fingerprint)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
