@@ -213,24 +213,23 @@ def build_memory(encoder, corpus, folder, device, dtype=np.float32):
     n_passages = len(corpus.article)
     n_shards = -(-n_passages // PASSAGES_PER_SHARD)
     belongs = {"format": FORMAT, "encoder": encoder.fingerprint, "corpus": corpus.fingerprint}
-    progress = tqdm(total=n_passages, desc="memory", unit=" passages", disable=rank > 0)
-    for shard in range(n_shards):
+    record_of = [folder / f"shard-{shard:05d}.json" for shard in range(n_shards)]
+    missing = [shard for shard in range(rank, n_shards, size)
+               if not (record_of[shard].exists() and read_record(record_of[shard]).items() >= belongs.items())]
+    progress = tqdm(total=len(missing) * PASSAGES_PER_SHARD, desc="memory", unit=" passages", disable=rank > 0)
+    for shard in missing:
         passages = np.arange(shard * PASSAGES_PER_SHARD, min((shard + 1) * PASSAGES_PER_SHARD, n_passages))
-        record = folder / f"shard-{shard:05d}.json"
-        if shard % size != rank or record.exists() and read_record(record).items() >= belongs.items():
-            progress.update(len(passages))
-            continue
         rows = encode_passages(encoder, corpus, passages, device, dtype, progress=progress)
         sums = {}
         for name, array in rows.items():
             path = folder / f"{name}-{shard:05d}.npy"
             write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
             sums[name] = checksum(path)
-        write_json(record, {**belongs, "n": len(rows["keys"]), "crc32": sums})
+        write_json(record_of[shard], {**belongs, "n": len(rows["keys"]), "crc32": sums})
     progress.close()
     ann.barrier()
     if rank == 0:
-        records = [read_record(folder / f"shard-{i:05d}.json") for i in range(n_shards)]
+        records = [read_record(path) for path in record_of]
         write_json(folder / "manifest.json",
                    {**belongs, "n": sum(r["n"] for r in records), "key_dim": encoder.config.key_dim,
                     "value_dim": encoder.config.value_dim, "dtype": np.dtype(dtype).name,
