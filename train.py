@@ -856,13 +856,13 @@ def main(argv=None):
         say(str(stop))
         return 130
     except (RunError, data.DataError, MemoryFolderError, CheckpointError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        tqdm.write(f"train.py: {error}", file=sys.stderr)       # on a line of its own, not behind a progress bar
         return 1
     except RuntimeError as error:           # gloo has no exception of its own
         if not (several and ("gloo" in str(error) or isinstance(error, dist.DistError))):
             raise
-        print(f"train.py: another process has died or cannot be reached ({str(error).splitlines()[0][:200]}); "
-              "the same command goes on from the last checkpoint", file=sys.stderr)
+        tqdm.write(f"train.py: another process has died or cannot be reached ({str(error).splitlines()[0][:200]}); "
+                   "the same command goes on from the last checkpoint", file=sys.stderr)
         return 1
     finally:
         for number, handler in handlers.items():

@@ -302,11 +302,12 @@ def spoil(path, rng, how=None):
 
 
 def quietly(main, arguments):
-    """(exit code, stdout, stderr) of a command in this process."""
+    """(exit code, stdout, stderr without progress bars) of a command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main([str(a) for a in arguments])
-    return code, out.getvalue(), err.getvalue().split("\r")[-1]
+    lines = err.getvalue().replace("\r", "\n").split("\n")
+    return code, out.getvalue(), "\n".join(line for line in lines if line.strip() and "%|" not in line)
 
 
 # kind of file -> (its names, the run it is spoilt in, the command that reads it)
@@ -586,7 +587,7 @@ def peak_memory(source, folder, steps=3):
 # ---- the campaign
 
 
-def campaign(parts, n_kills=20, n_corruptions=100, n_lines=4000):
+def campaign(parts, n_kills=20, n_corruptions=100, n_lines=2400):
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     rng, wrong, started = random.Random(0), [], time.time()
