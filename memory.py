@@ -259,7 +259,7 @@ def read_manifest(folder, fingerprint=None, corpus=None):
         raise MemoryFolderError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this "
                            f"model starts from {fingerprint[:12]}): remove that folder and run --stage memory again")
     if corpus is not None and manifest["corpus"] != corpus:
-        raise MemoryFolderError(f"{folder} was made from another corpus: remove that folder and run --stage memory again")
+        raise MemoryFolderError(f"{folder} was made from another corpus: remove it and run --stage memory again")
     return manifest
 
 
@@ -272,10 +272,9 @@ def load_memory(folder, fingerprint=None, device="cpu", keep=None, corpus=None):
     rank, size = ann.rank_and_size()
     parts = {name: [] for name in ARRAYS}
     for i in range(rank, len(manifest["shards"]), size):
-        shard = {}
+        shard, again = {}, f"delete manifest.json and shard-{i:05d}.json there, then run --stage memory again"
         for name in ARRAYS:
-            path, again = folder / f"{name}-{i:05d}.npy", f"delete manifest.json and shard-{i:05d}.json there, " \
-                                                          "then run --stage memory again"
+            path = folder / f"{name}-{i:05d}.npy"
             if not path.exists():
                 raise MemoryFolderError(f"{path} is missing; {again}")
             if checksum(path) != manifest["shards"][i]["crc32"][name]:

@@ -20,8 +20,8 @@ import sys
 import time
 import zipfile
 import zlib
-from datetime import timedelta
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,8 @@ from tqdm import tqdm
 
 import ann
 import data
-from encoder import CheckpointError, Config, bert_config, load_bert
 from data import checksum, read_json, write_atomically, write_json
+from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import MemoryFolderError, MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, init_retrieval, mlm_loss, predict_entity,
                   share_of_mean)
@@ -188,7 +188,8 @@ def make_run(args):
                 raise RunError(f"{out} holds {name} but no run.json, which says what it was started with; put it back "
                                "or choose another --out")
         defaults = {"preset": "toy", "seed": 0, "blocks": 1, "corpus": None, "init": None}
-        old = {"format": FORMAT, **{name: defaults[name] if value is None else value for name, value in wanted.items()}}
+        old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
+        old["format"] = FORMAT
     settings, config = preset(old["preset"], old["blocks"])
     if old["init"]:         # its dimensions stay in run.json: the run needs the folder only to start
         if "bert" not in old:
@@ -218,8 +219,9 @@ def prepare_corpus(out, run, settings):
     started, tokenised = (out / "run.json").exists(), (out / "corpus").exists()
     if not os.path.exists(source) and not (started and tokenised):
         raise RunError(f"{source}: no such file; --corpus wants a file of JSON lines")
-    for path in sorted((out / "world").glob("*.jsonl")) if run["corpus"] is None else [source]:
-        if os.path.exists(path) and run.setdefault("crc32", {}).setdefault(Path(path).name, crc := checksum(path)) != crc:
+    known = run.setdefault("crc32", {})
+    for path in sorted((out / "world").glob("*.jsonl")) if run["corpus"] is None else [Path(source)]:
+        if path.exists() and known.setdefault(path.name, crc := checksum(path)) != crc:
             raise RunError(f"{path} has changed since this run was started; choose another --out")
     if not (started and tokenised):         # what lies there without a run.json may be of another corpus
         say(f"Tokenising {source}.")
@@ -498,8 +500,8 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
             seconds = time.time() - since
             measured = evaluate(model)
             model.train()
-            run.log({"stage": stage, "step": step, "processes": size, "lr": lr, **means, "tokens_per_second": round(n_tokens / seconds),
-                     **measured})
+            run.log({"stage": stage, "step": step, "processes": size, "lr": lr, **means,
+                     "tokens_per_second": round(n_tokens / seconds), **measured})
             progress.clear()
             say(f"{stage} {step:5d}  " + "  ".join(f"{name} {value:.3f}" for name, value in means.items())
                 + f"  {describe(measured)}")

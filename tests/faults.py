@@ -33,7 +33,7 @@ import eval as evaluation
 import memory
 import train
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+SHARED = Path(os.environ.get("TOME_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 1, "cluster": 8, "log_every": 3,
          "save_every": 2, "eval_mentions": 8, "key_dim": 16, "value_dim": 16, "coref_dim": 16, "vocab": 600, "k": 8,
          "k_shard": 8, "k_answer": 8, "k_answer_shard": 8, "max_positions": 96, "max_length": 96, "dropout": 0.1,
@@ -262,11 +262,11 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def several(arguments, size=2, faults={}):
-    """Children that are the processes of one run; faults: rank -> fault."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(size)}
-    return [Child(arguments, faults.get(rank, lambda: None), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(size)]
+def several(arguments, faults):
+    """Children that are the processes of one run, each with its fault."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(len(faults))}
+    return [Child(arguments, fault, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank, fault in enumerate(faults)]
 
 
 def die_at_step(n):
