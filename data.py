@@ -74,7 +74,7 @@ def write_atomically(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as e:        # RuntimeError: what torch.save makes of a full disk
-        raise DataError(f"{path}: cannot be written ({str(e).splitlines()[0]}); is the disk full?") from e
+        raise DataError(f"{path}: cannot be written ({str(e).split(chr(10))[0]}); is the disk full?") from e
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)

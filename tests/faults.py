@@ -3,9 +3,9 @@
     python tests/faults.py                 the whole campaign, with its figures (ten minutes on one core)
     python tests/faults.py kill corrupt    parts of it: kill, processes, corrupt, fuzz, leak, memory
 
-tests/test_faults.py runs a few faults of each kind. A fault is injected into a forked child that runs the command of a
-user on a very small model; whatever happens to it, the same command is given again, and the folder is compared, file
-by file, with that of a run to which nothing happened.
+tests/test_faults.py runs a few faults of each kind. A fault is injected into a forked child that runs a user's command
+on a very small model; whatever happens to it, the same command is given again, and the folder is compared, file by
+file, with that of a run to which nothing happened.
 """
 import io
 import itertools
@@ -39,7 +39,7 @@ MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 
          "k_shard": 8, "k_answer": 8, "k_answer_shard": 8, "max_positions": 96, "max_length": 96, "dropout": 0.1,
          "schedule": {name: train.Schedule(6, 1e-3, 1, 8) for name in ("batch-tome", "tome", "claims", "qa")}}
 SHARD = 16                      # passages a shard
-torch.optim.AdamW([torch.zeros(1, requires_grad=True)])     # imports half of PyTorch: once, before anything is forked
+torch.optim.AdamW([torch.zeros(1, requires_grad=True)])     # imports half of PyTorch: once, before we fork
 
 
 def shrink():
@@ -50,9 +50,8 @@ def shrink():
 def write_world(folder, subjects=24):
     """corpus.jsonl and qa.train.jsonl of a few subjects of the toy world."""
     lines, examples = data.toy_world(seed=3)
-    seen = sorted({line["title"] for line in lines if line["split"] == "train"})[:subjects]
-    unseen = sorted({line["title"] for line in lines} - {line["title"] for line in lines if line["split"] == "train"})
-    keep = {*seen, *unseen[:4]}
+    seen = {line["title"] for line in lines if line["split"] == "train"}
+    keep = {*sorted(seen)[:subjects], *sorted({line["title"] for line in lines} - seen)[:4]}
     rows = [e for e in examples["qa.one_hop.train"] if e["subject"] in keep][:24]
     for name, records in (("corpus", [line for line in lines if line["title"] in keep]), ("qa.train", rows)):
         data.write_lines(folder / f"{name}.jsonl", records)
@@ -60,7 +59,8 @@ def write_world(folder, subjects=24):
 
 def command(stage, world, out, *more):
     """The arguments of train.py for a stage; "corpus" is the preparation that batch-tome begins with."""
-    arguments = ["--stage", "batch-tome" if stage == "corpus" else stage, "--corpus", world / "corpus.jsonl", "--out", out]
+    name = "batch-tome" if stage == "corpus" else stage
+    arguments = ["--stage", name, "--corpus", world / "corpus.jsonl", "--out", out]
     if stage == "finetune":
         arguments += ["--task", "qa", "--examples", world / "qa.train.jsonl"]
     return [str(a) for a in [*arguments, *more]]
@@ -184,7 +184,7 @@ STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 
 
 class Reference:
-    """A run to which nothing happened: `before[stage]` a folder as the stage finds it, `after[stage]` its contents."""
+    """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage], its contents."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -238,7 +238,8 @@ def kills(reference, stage, n, rng):
         arguments = command(stage, reference.folder, out)
         kind = ("time", "write", "rename")[i % 3]
         at = rng.uniform(0, reference.seconds[stage]) if kind == "time" else rng.randint(1, reference.writes[stage])
-        child = Child(arguments, {"time": lambda: None, "write": die_at_write(at), "rename": die_at_rename(at)}[kind])
+        fault = {"time": lambda: None, "write": die_at_write(at), "rename": die_at_rename(at)}[kind]
+        child = Child(arguments, fault)
         if kind == "time":
             time.sleep(at)
             os.kill(child.pid, signal.SIGKILL)
@@ -324,7 +325,8 @@ KINDS = {
 def halves(reference):
     """The folders in which KINDS are spoilt: a whole run, and stages cut off in the middle."""
     folders = {"memory": reference.before["memory"], "done": reference.folder / "run"}
-    for name, stage, fault in (("half a memory", "memory", die_at_write(30)), ("half a tome", "tome", die_at_step(6))):
+    for name, stage, fault in (("half a memory", "memory", die_at_write(30)),
+                               ("half a tome", "tome", die_at_step(6))):
         out = reference.fresh(stage)
         run(command(stage, reference.folder, out), fault)
         folders[name] = reference.folder / name
@@ -389,11 +391,12 @@ def corruptions(reference, folders, kind, n, rng):
 def mutated_lines(good):
     """A hypothesis strategy: lines (bytes) that were made from the records `good` and then spoilt."""
     from hypothesis import strategies as st
+    odd = ["\ud800", "\x00", "[MASK]", "\u2028", "e\u0301", "SUPPORTS", "", " ", "\U0001f600"]
     scalars = (st.none() | st.booleans() | st.integers() | st.integers(10 ** 30, 10 ** 40) | st.floats() | st.text()
-               | st.sampled_from(["\ud800", "\x00", "[MASK]", "\u2028", "e\u0301", "SUPPORTS", "", " ", "\U0001f600"]))
-    junk = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner,
-                                                                                          max_size=3), max_leaves=6)
-    junk |= st.integers(2, 3000).map(nested)
+               | st.sampled_from(odd))
+    junk = st.recursive(scalars, lambda inner: (st.lists(inner, max_size=3)
+                                                | st.dictionaries(st.text(max_size=8), inner, max_size=3)), max_leaves=6)
+    junk |= st.integers(2, 300).map(nested)
 
     @st.composite
     def line(draw):
@@ -431,13 +434,13 @@ def mutated_lines(good):
 
 def nested(depth):
     value = 0
-    for _ in range(depth // 10):
+    for _ in range(depth):
         value = [value]
     return value
 
 
 def fuzz_corpus(folder, lines, tokenizer):
-    """Reads these lines as a corpus file and builds what is left; returns (kept, reported, empty). Each is one of them."""
+    """Reads these lines as a corpus file, builds what is left: (kept, reported, empty). Each line is one of them."""
     path = folder / "fuzz.jsonl"
     path.write_bytes(b"\n".join(lines))
     lines = path.read_bytes().split(b"\n")
@@ -488,7 +491,7 @@ def fuzz_example(folder, line, task, tokenizer, entity_index):
 
 
 def fuzz(folder, n):
-    """At least n mutated lines, half corpus lines and a quarter of each task's: {what: Counter}. Needs hypothesis."""
+    """At least n mutated lines, half of corpora, a quarter of each task: {what: Counter}. Needs hypothesis."""
     from hypothesis import HealthCheck, given, settings, strategies as st
     lines, examples = data.toy_world(seed=3)
     tokenizer = data.train_tokenizer((line["text"] for line in lines[:300]), 400)
@@ -519,7 +522,7 @@ def fuzz(folder, n):
 
 
 def resident():
-    """Megabytes that are this process's own: not files that are mapped, which the system takes back when it wants."""
+    """Megabytes that are this process's own: not mapped files, which the system takes back when it wants."""
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
@@ -537,7 +540,8 @@ def leak(reference, steps=5000):
         return real(*args, **kwargs)
 
     schedule = {**MICRO["schedule"], "batch-tome": train.Schedule(steps, 1e-3, 10, 2)}
-    train.PRESETS["toy"] = {**MICRO, "schedule": schedule, "cluster": 2, "log_every": steps // 10, "save_every": steps // 10}
+    train.PRESETS["toy"] = {**MICRO, "schedule": schedule, "cluster": 2, "log_every": steps // 10,
+                            "save_every": steps // 10}
     torch.optim.AdamW.step = step
     try:
         code, _, err = quietly(train.main, command("batch-tome", reference.folder, out))
@@ -549,11 +553,12 @@ def leak(reference, steps=5000):
 
 
 def peak_memory(source, folder, steps=3):
-    """{stage: peak of own memory in MB} on a corpus file, and its counts. Texts are cut at 200 characters."""
+    """{stage: peak of own memory in MB} on a corpus file, and its counts. Texts are cut at 100 characters, to have
+    less to compute."""
     folder.mkdir()
     corpus = folder / "corpus.jsonl"
-    data.write_lines(corpus, ({"title": t.title, "text": t.text[:200], "mentions": [m._asdict() for m in t.mentions
-                                                                                   if m.end <= 200]}
+    data.write_lines(corpus, ({"title": t.title, "text": t.text[:100],
+                               "mentions": [m._asdict() for m in t.mentions if m.end <= 100]}
                               for t in data.read_corpus(source)))
     result = {}
     for stage in ("corpus", "batch-tome", "memory", "tome"):
@@ -599,7 +604,7 @@ def campaign(parts, n_kills=20, n_corruptions=100, n_lines=2400):
     shrink()
     evaluation.report = lambda *_: None
     if "kill" in parts:
-        title(f"killed with SIGKILL, {n_kills} times a stage, at random moments, in the middle of a write and before a rename")
+        title(f"SIGKILL, {n_kills} times a stage: at random moments, in the middle of a write, before a rename")
         for stage in STAGES:
             died, bad = kills(reference, stage, n_kills, rng)
             wrong += bad

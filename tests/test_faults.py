@@ -1,6 +1,6 @@
-"""What the README promises of kills, damage, rubbish and strangers: a few faults of each kind, the campaign in faults.py.
+"""What the README promises of kills, damage, rubbish and strangers, a few faults of each kind.
 
-python -m pytest tests/test_faults.py        (without the long ones: -m "not slow"; everything: python tests/faults.py)
+python -m pytest tests/test_faults.py -m "not slow"      the quick ones;   python tests/faults.py   the campaign
 """
 import json
 import os
@@ -157,9 +157,9 @@ def test_torchrun_ends_when_a_worker_is_killed(reference, tmp_path):
                       "import os, torch; torch.set_num_threads(1)\nimport faults, train; faults.shrink()\n"
                       "if os.environ['RANK'] == '1': faults.die_at_step(3)()\nsys.exit(train.main(sys.argv[1:]))\n")
     started = time.time()
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker,
-                           *command("batch-tome", reference.folder, tmp_path / "run")], capture_output=True, text=True,
-                          timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker]
+    done = subprocess.run([*torchrun, *command("batch-tome", reference.folder, tmp_path / "run")], text=True,
+                          timeout=150, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode and "another process has died" in done.stderr + done.stdout
     assert time.time() - started < 90       # 60, and starting Python three times
 
@@ -171,14 +171,15 @@ def test_torchrun_ends_when_a_worker_is_killed(reference, tmp_path):
 def test_damage_is_found_and_named_or_changes_nothing(reference, small, kind):
     if not hasattr(reference, "folders"):
         reference.folders = faults.halves(reference)
-    found, harmless, wrong = faults.corruptions(reference, reference.folders, kind, 3, random.Random(kind))
-    assert found + harmless == 3 and not wrong
+    found, harmless, wrong = faults.corruptions(reference, reference.folders, kind, 2, random.Random(kind))
+    assert found + harmless == 2 and not wrong
 
 
 def test_what_the_message_says_about_a_damaged_shard_helps(reference, done, small):
     shard = done / "memory" / "keys-00002.npy"
     faults.spoil(shard, random.Random(0), "flip")
-    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), "manifest.json and shard-00002.json", "--stage memory")
+    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), "manifest.json and shard-00002.json",
+                 "--stage memory")
     for name in ("manifest.json", "shard-00002.json"):
         (done / "memory" / name).unlink()
     assert quietly(train.main, command("memory", reference.folder, done))[0] == 0
@@ -228,9 +229,11 @@ def change(path, **values):
     ("tome.pt", {"format": 1}, ["tome.pt", "format (1,"]), ("tome.pt", {"stage": "qa"}, ["stage (qa,"]),
     ("tome.pt", {"preset": "mini"}, ["preset (mini,"]), ("tome.pt", {"seed": 9}, ["seed (9,"]),
     ("tome.pt", {"blocks": 2}, ["blocks (2,"]), ("tome.pt", {"corpus": 2}, ["corpus (2,"]),
-    ("tome.pt", {"encoder": "0" * 64}, ["another mention encoder"]), ("run.json", {"format": 1}, ["run.json", "format 1"]),
+    ("tome.pt", {"encoder": "0" * 64}, ["another mention encoder"]),
+    ("run.json", {"format": 1}, ["run.json", "format 1"]),
     ("memory/manifest.json", {"format": 1}, ["manifest.json", "format 1"]),
-    ("memory/manifest.json", {"corpus": {}}, ["another corpus"]), ("corpus/meta.json", {"format": 0}, ["format 0"])])
+    ("memory/manifest.json", {"corpus": {}}, ["another corpus"]),
+    ("corpus/meta.json", {"format": 0}, ["format 0"])])
 def test_another_format_preset_stage_or_encoder_is_named(done, small, name, values, words):
     change(done / name, **values)
     one_sentence(*quietly(evaluation.main, ["--out", done]), *words)
@@ -266,7 +269,7 @@ def test_results_without_a_run_file_are_not_overwritten(done, small, reference):
 
 def test_no_mutated_line_is_lost_or_breaks_anything(tmp_path):
     pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-    counts = faults.fuzz(tmp_path, 160)
+    counts = faults.fuzz(tmp_path, 120)
     assert all(c["kept"] and c["reported"] for c in counts.values())
 
 
@@ -277,7 +280,7 @@ def test_no_mutated_line_of_2000_is_lost_or_breaks_anything(tmp_path):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ("--stage nonsense", "invalid choice"), ("", "--stage"), ("--stage tome --steps -5", "whole number of at least 1"),
+    ("--stage nonsense", "invalid choice"), ("", "--stage"), ("--stage tome --steps -5", "of at least 1"),
     ("--stage tome --steps 0", "whole number"), ("--stage tome --steps 1e3", "whole number"),
     ("--stage tome --seed -1", "whole number"), ("--stage tome --seed " + "9" * 30, "whole number"),
     ("--stage memory --steps 5", "--steps does not go with"), ("--stage finetune", "needs it"),
@@ -299,11 +302,13 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(reference, small, tmp_p
 
 def mounted(folder, options):
     folder.mkdir()
-    return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode == 0
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]
+    return subprocess.run(mount, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("stage, room", [("corpus", 16), ("corpus", 150), ("batch-tome", 1000), ("memory", 60), ("tome", 400)])
-def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on_once_there_is_room(reference, small, tmp_path, stage, room):
+@pytest.mark.parametrize("stage, room", [("corpus", 16), ("batch-tome", 1000), ("memory", 60)])
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on_once_there_is_room(reference, small, tmp_path,
+                                                                                     stage, room):
     disk = tmp_path / "disk"
     size = sum(p.stat().st_size + 4096 for p in reference.before[stage].rglob("*")) // 1024 + room
     if not mounted(disk, f"size={size}k"):
@@ -335,9 +340,9 @@ def test_a_read_only_disk_is_one_sentence(reference, small, tmp_path):
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_a_loss_that_is_no_number_names_step_and_batch(reference, small, tmp_path, monkeypatch, value):
-    real, batches = train.mlm_loss, []
-    made = data.make_batch
-    monkeypatch.setattr(data, "make_batch", lambda corpus, passages, *a: batches.append(passages) or made(corpus, passages, *a))
+    real, made, batches = train.mlm_loss, data.make_batch, []
+    monkeypatch.setattr(data, "make_batch",
+                        lambda corpus, passages, *a: batches.append(passages) or made(corpus, passages, *a))
     monkeypatch.setattr(train, "mlm_loss", lambda *a: real(*a) * (float(value) if len(training()) == 4 else 1))
 
     def training():
@@ -408,7 +413,8 @@ def test_a_crafted_bert_runs_no_code(tmp_path, reference, small):
         vocab_size=len(words), hidden_size=96, num_hidden_layers=3, num_attention_heads=6, intermediate_size=96,
         max_position_embeddings=96)))
     torch.save({"embeddings": Evil(tmp_path / "owned")}, bert / "pytorch_model.bin")
-    one_sentence(*quietly(train.main, command("batch-tome", reference.folder, tmp_path / "run", "--init", str(bert))),
+    arguments = command("batch-tome", reference.folder, tmp_path / "run", "--init", str(bert))
+    one_sentence(*quietly(train.main, arguments),
                  "pytorch_model.bin")
     assert not (tmp_path / "owned").exists()
 
