@@ -863,8 +863,9 @@ def main(argv=None):
     except RuntimeError as error:           # gloo has no exception of its own
         if not (several and ("gloo" in str(error) or isinstance(error, dist.DistError))):
             raise
-        tqdm.write(f"train.py: another process has died or cannot be reached ({str(error).splitlines()[0][:200]}); "
-                   "the same command goes on from the last checkpoint", file=sys.stderr)
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]       # without the place in gloo's source
+        tqdm.write(f"train.py: another process has ended or cannot be reached ({reason}); the same command goes on from "
+                   "the last checkpoint", file=sys.stderr)
         return 1
     finally:
         for number, handler in handlers.items():
