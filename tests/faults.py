@@ -529,13 +529,13 @@ def resident():
 
 
 def leak(reference, steps=5000):
-    """Own memory in MB after a tenth of the steps of a training run and at its end."""
+    """Own memory in MB after a fifth of the steps of a training run, after half and at its end."""
     out, seen, count = reference.fresh("batch-tome"), [], itertools.count(1)
     real = torch.optim.AdamW.step
 
     def step(*args, **kwargs):
         n = next(count)
-        if n in (steps // 10, steps // 2, steps):
+        if n in (steps // 5, steps // 2, steps):
             seen.append(round(resident(), 1))
         return real(*args, **kwargs)
 
@@ -622,7 +622,7 @@ def campaign(parts, n_kills=20, n_corruptions=100, n_lines=2400):
         for what, c in counts.items():
             title(f"  {what}: " + ", ".join(f"{n} {how}" for how, n in c.items()))
     if "leak" in parts:
-        title("5,000 steps: own memory after 500, 2,500 and 5,000 of them")
+        title("5,000 steps: own memory after 1,000, 2,500 and 5,000 of them")
         title(f"  {leak(reference)} MB")
     if "memory" in parts:
         title("peak of own memory by stage, on 600 and on 4,598 articles")
