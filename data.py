@@ -60,17 +60,67 @@ class Text(NamedTuple):
     split: str | None = None    # "train" | "held_out" | None
 
 
+# ---------------------------------------------------------------- files that are whole or not there
+
+def write_atomically(path, write):
+    """write(file) into a temporary name, then rename: a reader sees the old file or the new, never half of one.
+
+    The name is always the same: what a process that was killed has left is overwritten by the next one."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:        # RuntimeError: what torch.save makes of a full disk
+        raise DataError(f"{path}: cannot be written ({str(e).split(chr(10))[0]}); is the disk full?") from e
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def checksum(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def write_json(path, value):
+    """A dictionary, and the checksum of what it says."""
+    value = {**value, "checksum": zlib.crc32(json.dumps(value).encode())}
+    write_atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
+
+
+def read_json(path):
+    """The dictionary that write_json wrote. Raises ValueError where a bit of it has changed."""
+    with open(path, "rb") as file:
+        value = json.load(file)
+    if not isinstance(value, dict) or value.pop("checksum", None) != zlib.crc32(json.dumps(value).encode()):
+        raise ValueError("its checksum differs")
+    return value
+
+
 # ---------------------------------------------------------------- reading corpus and example files
 
-def open_text(path) -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, one by one. Raises DataError."""
+def open_text(path, errors=None) -> Iterator[str]:
+    """The lines of a plain or gzipped UTF-8 file, one by one. Raises DataError; errors: see read_corpus. A line
+    that is not UTF-8 is empty then."""
     n = 0
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
             for n, line in enumerate(file, 1):
-                yield line.decode("utf-8")
-    except UnicodeDecodeError as e:     # decoded line by line, so that the number is right
-        raise DataError(f"{path}:{n}: not UTF-8 ({e.reason}, byte {e.start}); convert the file") from e
+                try:
+                    line = line.decode("utf-8")
+                except UnicodeDecodeError as e:     # decoded line by line, so that the number is right
+                    message = f"{path}:{n}: not UTF-8 ({e.reason}, byte {e.start}); convert the file"
+                    if errors is None:
+                        raise DataError(message) from e
+                    errors.append(message)
+                    line = ""
+                yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise DataError(f"{path}:{n + 1}: not a whole gzip file ({e}); compress or copy it again") from e
     except OSError as e:
@@ -120,7 +170,7 @@ def _text(record) -> Text:
 
 def _records(path, parse, errors=None):
     """parse(record) of each JSON line; parse raises ValueError for a bad one. errors: see read_corpus."""
-    for n, line in enumerate(open_text(path), 1):
+    for n, line in enumerate(open_text(path, errors), 1):
         if not line.strip():
             continue
         try:
@@ -328,22 +378,26 @@ class Corpus:
     entity_count (E,)             linked mentions of each entity in passages that are not held out
     special, vocab_size, meta     ids of the special tokens; counts and what was dropped
     """
+    FORMAT = 1
     ARRAYS = dict(tokens=np.int32, passage_start=np.int64, mention_first=np.int64, mention_start=np.int32,
                   mention_end=np.int32, mention_entity=np.int32, mention_char=np.int32, article=np.int32,
                   held_out=np.bool_, text=np.uint8, text_start=np.int64, entity_count=np.int64)
 
     def __init__(self, folder):
-        """Opens a tokenised corpus. Raises DataError."""
+        """Opens a tokenised corpus, each file's checksum compared. Raises DataError."""
         try:
-            for name in ("meta", "titles", "entity_names"):
+            self.meta = read_json(os.path.join(folder, "meta.json"))
+            if self.meta.get("format") != self.FORMAT:
+                raise ValueError(f"format {self.meta.get('format')}, this version reads {self.FORMAT}")
+            self.fingerprint = self.meta["crc32"]       # names the very text that a memory was made from
+            for name, crc32 in self.fingerprint.items():
+                if checksum(os.path.join(folder, name)) != crc32:
+                    raise ValueError(f"{name} is damaged: its checksum differs")
+            for name in ("titles", "entity_names"):
                 with open(os.path.join(folder, name + ".json"), encoding="utf-8") as file:
                     setattr(self, name, json.load(file))
             for name, dtype in self.ARRAYS.items():     # asarray: still mapped, without memmap's slow index
                 setattr(self, name, np.asarray(np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")))
-            for name, size in self.meta["sizes"].items():
-                if len(getattr(self, name)) != size:
-                    raise ValueError(f"{name}.bin holds {len(getattr(self, name))} values, not {size}")
-            self.fingerprint = self.meta["crc32"]       # names the very text that a memory was made from
         except (OSError, ValueError, KeyError) as e:
             raise DataError(f"{folder}: not a whole tokenised corpus ({e}); remove it and build again") from e
         self.mention_char = self.mention_char.reshape(-1, 2)
@@ -398,16 +452,14 @@ class Corpus:
 
 def _write_corpus(path, folder, tokenizer, passage_length, max_length):
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
-    sizes, counts, dropped, entity_count, crc32 = Counter(), Counter(), Counter(), Counter(), Counter()
+    sizes, counts, dropped, entity_count = Counter(), Counter(), Counter(), Counter()
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(os.path.join(folder, name + ".bin"), "wb"))
                  for name in Corpus.ARRAYS}
 
         def append(**arrays):
             for name, values in arrays.items():
-                raw = np.asarray(values, Corpus.ARRAYS[name]).tobytes()
-                files[name].write(raw)
-                crc32[name] = zlib.crc32(raw, crc32[name])
+                files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
                 sizes[name] += len(values)
 
         append(passage_start=[0], mention_first=[0], text_start=[0])
@@ -438,12 +490,14 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length):
         what = "no linked mention" if counts["passages"] else "no text"
         raise DataError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts.update(articles=len(titles), entities=len(entities) - 1)
-    meta = dict(counts=counts, dropped=dropped, sizes=sizes, crc32=crc32, special=special,
-                passage_length=passage_length, max_length=max_length, vocab_size=tokenizer.get_vocab_size())
-    for name, values in dict(titles=list(titles), entity_names=list(entities), meta=meta).items():
+    for name, text in dict(titles=json.dumps(list(titles)), entity_names=json.dumps(list(entities)),
+                           tokenizer=tokenizer.to_str(pretty=True)).items():
         with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as file:
-            json.dump(values, file)
-    tokenizer.save(os.path.join(folder, "tokenizer.json"))
+            file.write(text)
+    write_json(os.path.join(folder, "meta.json"), dict(
+        format=Corpus.FORMAT, counts=counts, dropped=dropped, special=special, passage_length=passage_length,
+        max_length=max_length, vocab_size=tokenizer.get_vocab_size(),
+        crc32={name: checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}))
 
 
 # ---------------------------------------------------------------- batches
@@ -983,9 +1037,8 @@ def toy_world(seed=0, bridge_sentences=0.0):
 
 def write_lines(path, records):
     """JSON lines, written to a temporary name and renamed."""
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
-    os.replace(f"{path}.tmp", path)
+    write_atomically(path, lambda file: file.writelines(
+        (json.dumps(r, ensure_ascii=False) + "\n").encode() for r in records))
 
 
 def write_toy(folder, seed=0, bridge_sentences=0.0):

@@ -11,9 +11,6 @@ Two memories offer the same `retrieve` and `attend`: BatchMemory holds the menti
 gradient through (BATCH-TOME, §2.3); MentionMemory is the frozen table of the whole corpus, of which each process holds
 its own rows (TOME, §2.2).
 """
-import json
-import os
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +21,10 @@ from tqdm import tqdm
 
 import ann
 import data
+from data import checksum, read_json, write_atomically, write_json
 from encoder import SpanEncodingLayer
 
-FORMAT = 1
+FORMAT = 2
 PASSAGES_PER_SHARD = 8192
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
@@ -185,28 +183,6 @@ class MemoryAttention(nn.Module):
 # processes writes the same files, and a build that was stopped goes on at the first one missing.
 
 
-def write_atomically(path, write):
-    """write(file) into a temporary name, then rename: a reader sees the old file or the new, never half of one."""
-    temporary = path.with_name(path.name + f".tmp{os.getpid()}")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write_json(path, value):
-    write_atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
-
-
-def checksum(path):
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
-
-
 @torch.no_grad()
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32, batch_tokens=16384, progress=None):
     """Memory rows of the linked mentions of these passages (int64, rising), from their unmasked text (§2.1.2): a
@@ -246,24 +222,23 @@ def build_memory(encoder, corpus, folder, device, dtype=np.float32):
     n_passages = len(corpus.article)
     n_shards = -(-n_passages // PASSAGES_PER_SHARD)
     belongs = {"format": FORMAT, "encoder": encoder.fingerprint, "corpus": corpus.fingerprint}
-    progress = tqdm(total=n_passages, desc="memory", unit=" passages", disable=rank > 0)
-    for shard in range(n_shards):
+    record_of = [folder / f"shard-{shard:05d}.json" for shard in range(n_shards)]
+    missing = [shard for shard in range(rank, n_shards, size)
+               if not (record_of[shard].exists() and read_record(record_of[shard]).items() >= belongs.items())]
+    progress = tqdm(total=len(missing) * PASSAGES_PER_SHARD, desc="memory", unit=" passages", disable=rank > 0)
+    for shard in missing:
         passages = np.arange(shard * PASSAGES_PER_SHARD, min((shard + 1) * PASSAGES_PER_SHARD, n_passages))
-        record = folder / f"shard-{shard:05d}.json"
-        if shard % size != rank or record.exists() and json.loads(record.read_text()).items() >= belongs.items():
-            progress.update(len(passages))
-            continue
         rows = encode_passages(encoder, corpus, passages, device, dtype, progress=progress)
         sums = {}
         for name, array in rows.items():
             path = folder / f"{name}-{shard:05d}.npy"
             write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
             sums[name] = checksum(path)
-        write_json(record, {**belongs, "n": len(rows["keys"]), "crc32": sums})
+        write_json(record_of[shard], {**belongs, "n": len(rows["keys"]), "crc32": sums})
     progress.close()
     ann.barrier()
     if rank == 0:
-        records = [json.loads((folder / f"shard-{i:05d}.json").read_text()) for i in range(n_shards)]
+        records = [read_record(path) for path in record_of]
         write_json(folder / "manifest.json",
                    {**belongs, "n": sum(r["n"] for r in records), "key_dim": encoder.config.key_dim,
                     "value_dim": encoder.config.value_dim, "dtype": np.dtype(dtype).name,
@@ -271,43 +246,52 @@ def build_memory(encoder, corpus, folder, device, dtype=np.float32):
     ann.barrier()
 
 
-def read_manifest(folder, fingerprint=None):
-    """The manifest, checked to belong to the Mention Encoder of that fingerprint (app. B.5: TOME has to start from the
-    same BATCH-TOME that wrote the memory, it cannot learn to use another one)."""
-    path = Path(folder) / "manifest.json"
+def read_record(path):
+    """What build_memory noted of a shard, or the manifest."""
     try:
-        manifest = json.loads(path.read_text())
-        if manifest["format"] != FORMAT:
-            raise MemoryFolderError(f"{path}: format {manifest['format']}, this version reads {FORMAT}; build it again")
-        manifest["shards"], manifest["encoder"], manifest["corpus"], manifest["n"]
+        return read_json(path)
     except FileNotFoundError:
         raise MemoryFolderError(f"{path} is missing; build the memory first: python train.py --stage memory") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise MemoryFolderError(f"{path} is damaged ({error}); remove the folder and build the memory again") from None
+    except ValueError as error:
+        raise MemoryFolderError(f"{path} is damaged ({error}); delete it and run --stage memory again") from None
+
+
+def read_manifest(folder, fingerprint=None, corpus=None):
+    """The manifest, checked to belong to the Mention Encoder of that fingerprint (app. B.5: TOME has to start from the
+    same BATCH-TOME that wrote the memory, it cannot learn to use another one) and to the corpus of that one."""
+    path = Path(folder) / "manifest.json"
+    manifest = read_record(path)
+    if manifest.get("format") != FORMAT:
+        raise MemoryFolderError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; remove the "
+                                "folder and run --stage memory again")
     if fingerprint is not None and manifest["encoder"] != fingerprint:
         raise MemoryFolderError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this "
                            f"model starts from {fingerprint[:12]}): remove that folder and run --stage memory again")
+    if corpus is not None and manifest["corpus"] != corpus:
+        raise MemoryFolderError(f"{folder} was made from another corpus: remove it and run --stage memory again")
     return manifest
 
 
-def load_memory(folder, fingerprint=None, device="cpu", keep=None):
+def load_memory(folder, fingerprint=None, device="cpu", keep=None, corpus=None):
     """This process's part of the table: shards rank, rank + size, …; every file's checksum is checked.
 
     keep: a boolean array over passages; rows of the others are never copied off the disk."""
     folder = Path(folder)
-    manifest = read_manifest(folder, fingerprint)
+    manifest = read_manifest(folder, fingerprint, corpus)
     rank, size = ann.rank_and_size()
     parts = {name: [] for name in ARRAYS}
     for i in range(rank, len(manifest["shards"]), size):
-        shard = {}
+        shard, again = {}, f"delete manifest.json and shard-{i:05d}.json there, then run --stage memory again"
         for name in ARRAYS:
             path = folder / f"{name}-{i:05d}.npy"
             if not path.exists():
-                raise MemoryFolderError(f"{path} is missing; run --stage memory again")
+                raise MemoryFolderError(f"{path} is missing; {again}")
             if checksum(path) != manifest["shards"][i]["crc32"][name]:
-                raise MemoryFolderError(f"{path} is damaged (its checksum differs); delete it, manifest.json and "
-                                        f"shard-{i:05d}.json, then run --stage memory again")
-            shard[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+                raise MemoryFolderError(f"{path} is damaged (its checksum differs); {again}")
+            try:
+                shard[name] = np.load(path, mmap_mode="r", allow_pickle=False)      # never unpickle a stranger's objects
+            except ValueError as error:
+                raise MemoryFolderError(f"{path} is no array of numbers ({error}); {again}") from None
         rows = slice(None) if keep is None else keep[shard["passage"]]
         for name in ARRAYS:
             parts[name].append(np.asarray(shard[name][rows]))

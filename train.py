@@ -18,8 +18,10 @@ import os
 import signal
 import sys
 import time
+import zipfile
 import zlib
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +31,14 @@ from tqdm import tqdm
 
 import ann
 import data
+from data import checksum, read_json, write_atomically, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
-from memory import (MemoryFolderError, MentionMemory, build_memory, checksum, encode_passages, load_memory,
-                    read_manifest, write_atomically, write_json)
+from memory import MemoryFolderError, MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, init_retrieval, mlm_loss, predict_entity,
                   share_of_mean)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -132,8 +134,15 @@ class Run:
 
     def log(self, record):
         if ann.rank_and_size()[0] == 0:
-            with open(self.out / "log.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            path = self.out / "log.jsonl"
+            before = path.read_bytes() if path.exists() else b""
+            write_atomically(path, lambda file: file.write(before + json.dumps(record).encode() + b"\n"))
+
+    @property
+    def belongs(self):
+        """What every checkpoint of this run says of it, to be told from another run's."""
+        return {"preset": self.preset, "blocks": self.config.n_blocks, "seed": self.seed,
+                "corpus": zlib.crc32(json.dumps(self.corpus.fingerprint).encode())}      # … and tokenizer
 
 
 def say(text, file=None):
@@ -153,12 +162,15 @@ def read_run_file(out):
     """out/run.json: what the run was started with."""
     path = Path(out) / "run.json"
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
+        run = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path} is missing: nothing has been trained there; run python train.py --out {out} first") \
             from None
     except ValueError as error:
         raise RunError(f"{path} is damaged ({error}); choose another --out") from None
+    if run.get("format") != FORMAT:
+        raise RunError(f"{path}: format {run.get('format')}, this version reads {FORMAT}; choose another --out")
+    return run
 
 
 def make_run(args):
@@ -172,8 +184,13 @@ def make_run(args):
             if value is not None and value != old[name]:
                 raise RunError(f"{out} was started with --{name} {old[name]}, not {value}; choose another --out")
     else:
+        for name in ("batch-tome.pt", "memory", "tome.pt", "claims.pt", "qa.pt"):
+            if (out / name).exists():
+                raise RunError(f"{out} holds {name} but no run.json, which says what it was started with; put it back "
+                               "or choose another --out")
         defaults = {"preset": "toy", "seed": 0, "blocks": 1, "corpus": None, "init": None}
         old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
+        old["format"] = FORMAT
     settings, config = preset(old["preset"], old["blocks"])
     if old["init"]:         # its dimensions stay in run.json: the run needs the folder only to start
         if "bert" not in old:
@@ -200,14 +217,14 @@ def prepare_corpus(out, run, settings):
         if not source.exists():
             say(f"No --corpus: making the toy world in {out / 'world'}.")
             data.write_toy(out / "world", run["seed"])
-    if not os.path.exists(source):
-        if not (out / "corpus").exists():
-            raise RunError(f"{source}: no such file; --corpus wants a file of JSON lines")
-    else:
-        crc = checksum(source)
-        if run.setdefault("corpus_crc32", crc) != crc:
-            raise RunError(f"{source} has changed since this run was started; choose another --out")
-    if not (out / "corpus").exists():
+    started, tokenised = (out / "run.json").exists(), (out / "corpus").exists()
+    if not os.path.exists(source) and not (started and tokenised):
+        raise RunError(f"{source}: no such file; --corpus wants a file of JSON lines")
+    known = run.setdefault("crc32", {})
+    for path in sorted((out / "world").glob("*.jsonl")) if run["corpus"] is None else [Path(source)]:
+        if path.exists() and known.setdefault(path.name, crc := checksum(path)) != crc:
+            raise RunError(f"{path} has changed since this run was started; choose another --out")
+    if not (started and tokenised):         # what lies there without a run.json may be of another corpus
         say(f"Tokenising {source}.")
         if run["init"]:
             tokenizer = data.load_tokenizer(Path(run["init"]) / "vocab.txt")
@@ -218,7 +235,7 @@ def prepare_corpus(out, run, settings):
         say(f"  {counts['passages']:,} passages, {counts['tokens']:,} tokens, {counts['mentions']:,} mentions "
             f"({counts['linked']:,} linked) of {counts['entities']:,} entities; "
             f"dropped: {corpus.meta['dropped'] or 'none'}")
-    if not (out / "run.json").exists():
+    if not started:
         write_json(out / "run.json", run)
 
 
@@ -230,21 +247,25 @@ def save_checkpoint(path, **values):
     write_atomically(path, lambda file: torch.save({"format": FORMAT, **values}, file))
 
 
-def load_checkpoint(path, stage):
+def load_checkpoint(path, stage, run):
     """The checkpoint's dictionary, or None where there is no file. Never unpickles objects."""
     if not path.exists():
         return None
     try:
+        with zipfile.ZipFile(path) as file:
+            if (name := file.testzip()) is not None:        # torch.load does not compare the checksums in its file
+                raise ValueError(f"the checksum of {name} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["format"] != FORMAT or checkpoint["stage"] != stage:
-            raise RunError(f"{path}: a checkpoint of stage {checkpoint['stage']}, format {checkpoint['format']}; "
-                           f"expected {stage}, {FORMAT}; move it away to train this stage again")
-        checkpoint["step"], checkpoint["model"]
-    except RunError:
+        of = {name: checkpoint.get(name) for name in ("format", "stage", *run.belongs)}
+    except OSError:
         raise
     except Exception as error:
         raise RunError(f"{path} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:100]}); "
                        "delete it to train this stage again") from None
+    for name, value in {"format": FORMAT, "stage": stage, **run.belongs}.items():
+        if of[name] != value:
+            raise RunError(f"{path} is a checkpoint of another {name} ({of[name]}, here it is {value}); move it away to "
+                           "train this stage again")
     return checkpoint
 
 
@@ -289,7 +310,7 @@ def new_batch_tome(run):
 def load_batch_tome(run):
     """The finished BATCH-TOME of this run."""
     path = run.out / "batch-tome.pt"
-    checkpoint = load_checkpoint(path, "batch-tome")
+    checkpoint = load_checkpoint(path, "batch-tome", run)
     if checkpoint is None:
         raise RunError(f"{path} is missing; run python train.py --stage batch-tome --out {run.out}")
     model = BatchTOME(TOME(run.config))
@@ -300,7 +321,7 @@ def load_batch_tome(run):
 def load_tome(run, stage="tome"):
     """A trained TOME of this run, as saved by stage tome, claims or qa: (model, fingerprint of its encoder)."""
     path = run.out / f"{stage}.pt"
-    checkpoint = load_checkpoint(path, stage)
+    checkpoint = load_checkpoint(path, stage, run)
     if checkpoint is None or checkpoint["step"] < checkpoint["steps"]:
         how = "tome" if stage == "tome" else f"finetune --task {stage}"
         raise RunError(f"{path} is missing or unfinished; run python train.py --stage {how} --out {run.out}")
@@ -386,8 +407,13 @@ def supporting_passages(corpus, mentions, each=4, others=512):
 # The loop
 
 
-class Stop(Exception):
-    """SIGINT or SIGTERM: save, say how to go on, leave."""
+class Stop(BaseException):
+    """SIGINT or SIGTERM: save, say how to go on, leave. No Exception: what catches those must not catch it."""
+
+
+def leave(number, frame):
+    """The signal handler outside of train_stage, where every file is whole or not there."""
+    raise Stop("Stopped; the same command goes on from there.")
 
 
 def optimizer_for(model, schedule, settings, span_rate=1.0):
@@ -412,12 +438,15 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     model.to(device).train()
     optimizer = optimizer_for(model, schedule, settings, settings.span_rate if stage == "batch-tome" else 1.0)
     step, best, sums = 0, None, {}                  # sums: of what is logged next
-    checkpoint = load_checkpoint(path, stage)
+    checkpoint = load_checkpoint(path, stage, run)
     if checkpoint is not None:
         for name in ("steps", "batch"):
             if checkpoint[name] != getattr(schedule, name):
                 raise RunError(f"{path} was trained with --{name} {checkpoint[name]}, not {getattr(schedule, name)}; "
                                f"leave --{name} out, or choose another --out")
+        for name, value in extra.items():
+            if checkpoint[name] != value:
+                raise RunError(f"{path} was trained with another {name}; move it away to train this stage again")
         step, best, sums = checkpoint["step"], checkpoint.get("best_score"), checkpoint["sums"]
         if step < schedule.steps:
             load_weights(model, checkpoint["model"], path)
@@ -437,7 +466,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
             values = {} if best is None else {"best": best_weights, "best_score": best}
             save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, batch=schedule.batch, processes=size,
                             sums=sums, model=model.state_dict(), optimizer=optimizer.state_dict(), **values,
-                            **extra)
+                            **extra, **run.belongs)
 
     progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
     n_tokens, since = 0, time.time()
@@ -450,7 +479,8 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
         for group in optimizer.param_groups:
             group["lr"] = lr * group["rate"]
         torch.manual_seed(zlib.crc32(f"{run.seed} {stage} {step} {rank}".encode()))              # dropout
-        batch = next_batch(step).part(rank, size).to(device)
+        whole = next_batch(step)
+        batch = whole.part(rank, size).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             parts = losses(model, batch)
             loss = sum(weight * share for weight, share in parts.values())
@@ -460,8 +490,10 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         values = {name: float(ann.total(share.detach(), device)) for name, (_, share) in parts.items()}
         if not np.isfinite(sum(values.values())) or not torch.isfinite(norm):
-            raise RunError(f"{stage}: the loss is not a number at step {step} ({values}); nothing was saved since the "
-                           f"last checkpoint, {path}; a lower learning rate is the usual cure")
+            passages = whole.passage[whole.passage >= 0].unique().tolist()
+            raise RunError(f"{stage}: the loss is not a number at step {step} ({values}; its batch: "
+                           f"{f'passages {str(passages[:64])[1:-1]}' if passages else 'examples'}); nothing was saved "
+                           f"since the last checkpoint, {path}; a lower learning rate is the usual cure")
         optimizer.step()
         step += 1
         n_tokens += int(ann.total(batch.attention_mask.sum(), device))
@@ -476,8 +508,8 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
             seconds = time.time() - since
             measured = evaluate(model)
             model.train()
-            run.log({"stage": stage, "step": step, "lr": lr, **means, "tokens_per_second": round(n_tokens / seconds),
-                     **measured})
+            run.log({"stage": stage, "step": step, "processes": size, "lr": lr, **means,
+                     "tokens_per_second": round(n_tokens / seconds), **measured})
             progress.clear()
             say(f"{stage} {step:5d}  " + "  ".join(f"{name} {value:.3f}" for name, value in means.items())
                 + f"  {describe(measured)}")
@@ -499,9 +531,15 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
 def trim_log(path, stage, step):
     """Forget log lines of this stage after `step`: a stage that goes on writes them again."""
     if path.exists():
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        kept = [line for line in lines if line["stage"] != stage or line["step"] <= step]
-        write_atomically(path, lambda file: file.write("".join(json.dumps(line) + "\n" for line in kept).encode()))
+        kept = []
+        for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            try:
+                record = json.loads(line)
+                if record["stage"] != stage or record["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise RunError(f"{path}:{n}: damaged ({error}); take this line out") from None
+        write_atomically(path, lambda file: file.writelines(kept))
 
 
 def describe(measured):
@@ -589,7 +627,7 @@ def stage_memory(run):
     folder = run.out / "memory"
     encoder = load_batch_tome(run).encoder
     if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder, encoder.fingerprint)
+        manifest = read_manifest(folder, encoder.fingerprint, run.corpus.fingerprint)
         say(f"memory: already built ({folder}, {manifest['n']:,} mentions).")
         return
     build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype))
@@ -599,7 +637,8 @@ def stage_memory(run):
 
 def open_memory(run, fingerprint):
     """The memory of the whole corpus, and the part of it that training sees: passages that are not held out."""
-    memory = load_memory(run.out / "memory", fingerprint, run.device).bucketed(run.n_search)
+    memory = load_memory(run.out / "memory", fingerprint, run.device,
+                         corpus=run.corpus.fingerprint).bucketed(run.n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
 
@@ -693,7 +732,8 @@ def stage_finetune(run, task, schedule, examples_path):
     def evaluate(model):
         return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
 
-    train_stage(run, task, tome, schedule, next_batch, losses, evaluate, {"encoder": fingerprint})
+    train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
+                {"encoder": fingerprint, "examples": zlib.crc32(repr((examples, dev)).encode())})
 
 
 def claim_logits(tome, batch, memory):
@@ -760,19 +800,21 @@ def finished(run, stage):
     """Whether a stage has left its result."""
     if stage == "memory":
         return (run.out / "memory" / "manifest.json").exists()
-    checkpoint = load_checkpoint(run.out / f"{stage}.pt", stage)
+    checkpoint = load_checkpoint(run.out / f"{stage}.pt", stage, run)
     return checkpoint is not None and checkpoint["step"] >= checkpoint["steps"]
 
 
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
+def whole(least):
+    def number(text):
+        if not text.isdecimal() or not least <= int(text) < 2 ** 63:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(text)
+    return number
 
 
 def add_search_arguments(parser):
     parser.add_argument("--search", choices=("exact", "bucketed"), default="exact", help="of the memory (app. C.1)")
-    parser.add_argument("--n-search", type=positive, default=32, help="buckets a bucketed search looks into, of "
+    parser.add_argument("--n-search", type=whole(1), default=32, help="buckets a bucketed search looks into, of "
                         "4 sqrt(N) for N memories in a process")
 
 
@@ -785,9 +827,9 @@ def parse_arguments(argv):
     parser.add_argument("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
     parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
-    parser.add_argument("--steps", type=positive, help="instead of the preset's, for the stage named")
-    parser.add_argument("--batch", type=positive, help="passages or examples a step, likewise")
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--steps", type=whole(1), help="instead of the preset's, for the stage named")
+    parser.add_argument("--batch", type=whole(1), help="passages or examples a step, likewise")
+    parser.add_argument("--seed", type=whole(0))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
     add_search_arguments(parser)
@@ -815,7 +857,7 @@ def train(args):
         schedule = run.settings.schedule.get(args.task if stage == "finetune" else stage)
         if schedule is not None:        # --steps and --batch, or what this stage was started with, or the preset's
             name = args.task if stage == "finetune" else stage
-            begun = load_checkpoint(run.out / f"{name}.pt", name) or asdict(schedule)
+            begun = load_checkpoint(run.out / f"{name}.pt", name, run) or asdict(schedule)
             steps, batch = ((getattr(args, name) if last else None) or begun[name] for name in ("steps", "batch"))
             rate = run.settings.bert_rate if run.init and stage != "finetune" else 1.0
             schedule = replace(schedule, steps=steps, batch=batch, warmup=min(schedule.warmup, steps // 10),
@@ -835,12 +877,15 @@ def train(args):
 def main(argv=None):
     args = parse_arguments(argv)
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    handlers = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if several:
             cuda = args.device != "cpu" and torch.cuda.is_available()
             if cuda:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("nccl" if cuda else "gloo")
+            # A process that dies closes its connections: the others know at once. The limit is for those that are
+            # alive and wait, above all while the first one tokenises the corpus.
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
         run = train(args)
         if args.stage != "memory":
             import eval as evaluation       # the report at the end is eval.py's; it imports this file
@@ -850,9 +895,18 @@ def main(argv=None):
         say(str(stop))
         return 130
     except (RunError, data.DataError, MemoryFolderError, CheckpointError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        tqdm.write(f"train.py: {error}", file=sys.stderr)       # on a line of its own, not behind a progress bar
+        return 1
+    except RuntimeError as error:           # gloo has no exception of its own
+        if not (several and ("gloo" in str(error) or isinstance(error, dist.DistError))):
+            raise
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]       # without the place in gloo's source
+        tqdm.write(f"train.py: another process has ended or cannot be reached ({reason}); the same command goes on from "
+                   "the last checkpoint", file=sys.stderr)
         return 1
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if several and dist.is_initialized():
             dist.destroy_process_group()
 

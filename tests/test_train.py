@@ -166,9 +166,11 @@ def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, 
     elif damage in ("truncate", "manifest"):
         del raw[len(raw) // 2:]
     elif damage == "another encoder":
-        raw = json.dumps({**json.loads(raw), "encoder": "0" * 64}).encode()
-    file.unlink()
-    if damage != "missing":
+        raw = None
+        data.write_json(file, {**data.read_json(file), "encoder": "0" * 64})
+    if raw is not None:
+        file.unlink()
+    if raw is not None and damage != "missing":
         file.write_bytes(raw)
     capsys.readouterr()
     assert evaluation.main(["--out", str(trained)]) == 1
