@@ -1027,7 +1027,7 @@ def toy_world(seed=0, bridge_sentences=0.0):
                 wrong = [o for o in objects[relations[-1]] if o not in (obj, subject, bridge)]
                 if not wrong:
                     continue
-                for claimed, label in ((obj, "SUPPORTS"), (rng.choice(wrong), "REFUTES")):
+                for claimed, label in ((obj, "SUPPORTS"), (wrong[rng.integers(len(wrong))], "REFUTES")):
                     claim = _say(rng.choice(relation.claims), subject, claimed, noun)
                     claims.append(_line("text", claim, label=label, **info))
             examples[f"qa.{hop}.{name}"] = qa

@@ -277,7 +277,7 @@ def test_no_mutated_line_of_2000_is_lost_or_breaks_anything(tmp_path):
     ("--stage nonsense", "invalid choice"), ("", "--stage"), ("--stage tome --steps -5", "of at least 1"),
     ("--stage tome --steps 0", "whole number"), ("--stage tome --steps 1e3", "whole number"),
     ("--stage tome --seed -1", "whole number"), ("--stage tome --seed " + "9" * 30, "whole number"),
-    ("--stage memory --steps 5", "--steps does not go with"), ("--stage finetune", "needs it"),
+    ("--stage memory --steps 5", "do not go with --stage memory"), ("--stage finetune", "needs it"),
     ("--stage tome --task qa", "--task goes with"), ("--stage tome --examples x", "--examples goes with"),
     ("--stage tome --blocks 3", "invalid choice"), ("--stage tome --preset huge", "invalid choice"),
     ("--stage tome --device tpu", "invalid choice"), ("--stage tome --nonsense", "unrecognized")])
