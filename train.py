@@ -91,7 +91,7 @@ PRESETS = {
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
     # weights start as in init_retrieval, and in batch-tome the span layers that retrieve learn at a tenth of the rate,
     # so that the coreference gradient moves the body instead of tearing query and key apart.
-    "toy": dict(hidden=96, n_heads=6, intermediate=384, n_initial=3, n_block=1, max_positions=128, key_dim=64,
+    "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, max_positions=128, key_dim=64,
                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
                 memory_dtype="float32", beta2=0.98, span_rate=0.1, frequency_bias=False,
