@@ -378,13 +378,14 @@ class Corpus:
     entity_count (E,)             linked mentions of each entity in passages that are not held out
     special, vocab_size, meta     ids of the special tokens; counts and what was dropped
     """
-    FORMAT = 1
+    FORMAT = 2
     ARRAYS = dict(tokens=np.int32, passage_start=np.int64, mention_first=np.int64, mention_start=np.int32,
                   mention_end=np.int32, mention_entity=np.int32, mention_char=np.int32, article=np.int32,
                   held_out=np.bool_, text=np.uint8, text_start=np.int64, entity_count=np.int64)
 
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises DataError."""
+        self.folder = folder
         try:
             self.meta = read_json(os.path.join(folder, "meta.json"))
             if self.meta.get("format") != self.FORMAT:
@@ -397,7 +398,7 @@ class Corpus:
                 with open(os.path.join(folder, name + ".json"), encoding="utf-8") as file:
                     setattr(self, name, json.load(file))
             for name, dtype in self.ARRAYS.items():     # asarray: still mapped, without memmap's slow index
-                setattr(self, name, np.asarray(np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")))
+                setattr(self, name, np.asarray(np.memmap(self.path(name), dtype, "r")))
         except (OSError, ValueError, KeyError) as e:
             raise DataError(f"{folder}: not a whole tokenised corpus ({e}); remove it and build again") from e
         self.mention_char = self.mention_char.reshape(-1, 2)
@@ -405,6 +406,14 @@ class Corpus:
         self.maskable = np.ones(self.vocab_size, bool)      # [UNK] is a word we cannot spell, hence maskable
         self.maskable[[self.special[t] for t in (PAD, CLS, SEP, MASK, E_START, E_END)]] = False
         self.words = np.setdiff1d(np.arange(self.vocab_size), list(self.special.values()))
+
+    @property
+    def trained_on(self):
+        """The fingerprint that it had before any text was added."""
+        return [*(past["corpus"] for past in self.meta["grew_from"]), self.fingerprint][0]
+
+    def path(self, name):
+        return os.path.join(self.folder, name + ".bin")
 
     @staticmethod
     def open(folder) -> "Corpus":
@@ -415,13 +424,23 @@ class Corpus:
         """Tokenises a corpus file into `folder`, as a stream: only titles and entity names are held.
 
         Raises DataError for a bad line, an empty corpus, one without a linked mention, a wrong folder."""
+        return Corpus._write(folder, path, tokenizer, passage_length, max_length)
+
+    def extend(self, path, folder, tokenizer) -> "Corpus":
+        """Tokenises more text behind this corpus, which lies in `folder`: none of it is trained on, what was there keeps
+        its numbers. meta["grew_from"] remembers what it was before: fingerprint, P, and the checksum of that text.
+        Errors as build's."""
+        return Corpus._write(folder, path, tokenizer, self.meta["passage_length"], self.meta["max_length"], self)
+
+    @staticmethod
+    def _write(folder, path, *args):
         if os.path.exists(folder) and not os.path.exists(os.path.join(folder, "meta.json")):
             raise DataError(f"{folder}: exists and is not a tokenised corpus; choose another folder")
         temporary = f"{os.path.normpath(folder)}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             os.makedirs(temporary)
-            _write_corpus(path, temporary, tokenizer, passage_length, max_length)
+            _write_corpus(path, temporary, *args)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(temporary, folder)
         except OSError as e:
@@ -450,11 +469,21 @@ class Corpus:
                 f"{'…' if len(right) > width else ''}").replace("\n", " ")
 
 
-def _write_corpus(path, folder, tokenizer, passage_length, max_length):
+def _write_corpus(path, folder, tokenizer, passage_length, max_length, base=None):
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
-    sizes, counts, dropped, entity_count = Counter(), Counter(), Counter(), Counter()
+    sizes, counts, dropped, entity_count, grew_from = Counter(), Counter(), Counter(), Counter(), []
+    if base is not None:
+        titles, entities = ({name: i for i, name in enumerate(names)} for names in (base.titles, base.entity_names))
+        counts, dropped = Counter(base.meta["counts"]), Counter(base.meta["dropped"])
+        entity_count = Counter(dict(enumerate(base.entity_count.tolist())))
+        grew_from = [*base.meta.get("grew_from", []), {"corpus": base.fingerprint, "passages": len(base.article),
+                                                       "file": checksum(path)}]
+        for name in Corpus.ARRAYS.keys() - {"entity_count"}:
+            shutil.copyfile(base.path(name), os.path.join(folder, name + ".bin"))
+            sizes[name] = getattr(base, name).size
+    before = counts.copy()
     with ExitStack() as stack:
-        files = {name: stack.enter_context(open(os.path.join(folder, name + ".bin"), "wb"))
+        files = {name: stack.enter_context(open(os.path.join(folder, name + ".bin"), "ab"))
                  for name in Corpus.ARRAYS}
 
         def append(**arrays):
@@ -462,12 +491,13 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length):
                 files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
                 sizes[name] += len(values)
 
-        append(passage_start=[0], mention_first=[0], text_start=[0])
+        if base is None:
+            append(passage_start=[0], mention_first=[0], text_start=[0])
         texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
         while chunk := list(islice(texts, 1024)):
             encodings = tokenizer.encode_batch([t.text for t in chunk], add_special_tokens=False)
             for (title, text, mentions, split), encoding in zip(chunk, encodings):
-                held_out = split == "held_out" or split is None and zlib.crc32(title.encode()) % 20 == 0
+                held_out = base is not None or split == "held_out" or split is None and zlib.crc32(title.encode()) % 20 == 0
                 article = titles.setdefault(title, len(titles))
                 entity = np.array([entities.setdefault(m.entity or "", len(entities)) for m in mentions], int)
                 chars = np.array([m[:2] for m in mentions], int).reshape(-1, 2)
@@ -486,8 +516,8 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length):
                                   mentions=n, linked=len(linked))
                     entity_count.update(() if held_out else linked)
         append(entity_count=[entity_count[e] for e in range(len(entities))])
-    if not counts["linked"]:
-        what = "no linked mention" if counts["passages"] else "no text"
+    if counts["linked"] == before["linked"]:
+        what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
         raise DataError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts.update(articles=len(titles), entities=len(entities) - 1)
     for name, text in dict(titles=json.dumps(list(titles)), entity_names=json.dumps(list(entities)),
@@ -496,7 +526,7 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length):
             file.write(text)
     write_json(os.path.join(folder, "meta.json"), dict(
         format=Corpus.FORMAT, counts=counts, dropped=dropped, special=special, passage_length=passage_length,
-        max_length=max_length, vocab_size=tokenizer.get_vocab_size(),
+        max_length=max_length, vocab_size=tokenizer.get_vocab_size(), grew_from=grew_from,
         crc32={name: checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}))
 
 
@@ -1019,7 +1049,7 @@ def toy_world(seed=0, bridge_sentences=0.0):
             for i in rng.permutation(len(items))[:limit]:
                 subject, relations, bridge, obj = items[i]
                 relation, noun = RELATIONS[relations[-1]], RELATIONS[relations[0]].noun if bridge else None
-                info = dict(subject=subject, relations=relations, **({"bridge": bridge} if bridge else {}))
+                info = dict(subject=subject, relations=relations, object=obj, **({"bridge": bridge} if bridge else {}))
                 qa.append(_line("question", _say(rng.choice(relation.questions), subject, noun=noun),
                                 answers=[obj], **info))
                 # A wrong object is that of another fact of this relation, so as frequent as right ones are,
@@ -1041,9 +1071,8 @@ def write_lines(path, records):
         (json.dumps(r, ensure_ascii=False) + "\n").encode() for r in records))
 
 
-def write_toy(folder, seed=0, bridge_sentences=0.0):
-    """Writes corpus.jsonl and the examples by task, hops and split, such as claims.one_hop.train.jsonl."""
-    lines, examples = toy_world(seed, bridge_sentences)
+def write_toy(folder, lines, examples):
+    """Writes what toy_world made: corpus.jsonl, and examples by task, hops and split as claims.one_hop.train.jsonl."""
     try:
         os.makedirs(folder, exist_ok=True)
         for name, records in examples.items():
@@ -1727,7 +1756,7 @@ def main():
     args = parser.parse_args()
     try:
         if args.command == "toy":
-            write_toy(args.out, args.seed)
+            write_toy(args.out, *toy_world(args.seed))
         elif args.command == "wiki":
             wiki(args.file, args.out, not args.no_extend, args.workers)
         elif args.command == "task":

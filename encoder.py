@@ -39,6 +39,8 @@ class Config:
     k_shard: int = 2            # … of which each process offers so many (app. C.2), or k / processes if that is more
     k_answer: int = 4096        # memories in the sum of eq. 10
     k_answer_shard: int = 32    # … likewise: 32 from each of the paper's 128 processes
+    memory: str = "mentions"    # baselines: "entities", a trained EntityTable in its place; "none", no memory layers
+    n_entities: int = 0         # … and the rows of that table, with which both answer questions
 
 
 class Embeddings(nn.Module):

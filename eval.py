@@ -12,8 +12,11 @@ removed. "Seen" entities are linked somewhere in the training passages, "unseen"
 import argparse
 import html
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ import torch
 import data
 import train
 from encoder import CheckpointError
-from memory import MemoryFolderError, attention_weights
+from memory import MemoryFolderError, MentionMemory, attention_weights
 from tome import predict_entity
 from train import RunError, answer_question, claim_logits, evaluate_memory, task_accuracy
 
@@ -32,10 +35,10 @@ def open_run(out, task=None, device=None, search="exact", n_search=None):
     """(run, trained TOME, whole memory) of a run folder."""
     saved = train.read_run_file(out)
     args = argparse.Namespace(out=out, preset=saved["preset"], seed=None, blocks=None, corpus=None, init=None,
-                              device=device, search=search, n_search=n_search)
+                              set=None, device=device, search=search, n_search=n_search)
     run = train.make_run(args)
     tome, fingerprint = train.load_tome(run, task or "tome")
-    return run, tome, train.open_memory(run, fingerprint)[0]
+    return run, tome, train.open_memory(run, tome, fingerprint)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,7 +48,8 @@ def open_run(out, task=None, device=None, search="exact", n_search=None):
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json."""
     measured = evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
-    return {"masked_mention": {kind: {"memory": m["accuracy"], "emptied": m["emptied"], "shuffled": m["shuffled"],
+    controls = [name for name in ("emptied", "shuffled") if name in measured["seen"]]        # a baseline has none
+    return {"masked_mention": {kind: {"memory": m["accuracy"], **{name: m[name] for name in controls},
                                       "entity": m["entity"], "n": m["n"]} for kind, m in measured.items()},
             "same_entity_mass": {kind: {"visible": m["mass_visible"], "masked": m["mass_masked"], "n": m["n"]}
                                  for kind, m in measured.items()}}
@@ -54,7 +58,8 @@ def masked_mention_figures(run, tome, memory, n=1000):
 def task_figures(run, tome, memory, task, examples=None):
     """The key "claims" or "qa" of --json: by hops and entities seen or not, on the toy world's test questions, or on a
     file of examples. "fact_removed": the subject's article is out of the memory; "bridge_removed": the bridge's."""
-    bm25 = BM25(run.corpus, np.unique(memory.passage.cpu().numpy())) if task == "qa" else None
+    mentions = isinstance(memory, MentionMemory)
+    bm25 = BM25(run.corpus, np.unique(memory.passage.cpu().numpy())) if task == "qa" and mentions else None
     if examples:
         return {task: example_figures(run, tome, memory, task, train.read_examples(run, task, examples), bm25)}
     result = {}
@@ -64,7 +69,7 @@ def task_figures(run, tome, memory, task, examples=None):
             result.setdefault(hops, {})[kind] = figures_of(run, tome, memory, task, chosen, bm25)
     if task == "qa":
         cells = [cell for hops in result.values() for cell in hops.values()]
-        for name in ("recall@20", "bm25_recall@20"):
+        for name in ("recall@20", "bm25_recall@20")[:1 + mentions]:
             result[name] = sum(c[name] * c["n"] for c in cells) / sum(c["n"] for c in cells)
     return {task: result}
 
@@ -80,7 +85,7 @@ def figures_of(run, tome, memory, task, examples, bm25=None):
     measured = task_accuracy(run, tome, task, examples, memory)
     cell = {"memory": measured.pop("accuracy"), **measured}
     for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
-        if examples and all(field in e.info for e in examples):
+        if isinstance(memory, MentionMemory) and examples and all(field in e.info for e in examples):
             cell[name] = task_accuracy(run, tome, task, examples, memory, without=field)["accuracy"]
     if bm25 is not None:
         cell["bm25_recall@20"] = bm25_recall(run, bm25, examples)
@@ -91,7 +96,8 @@ def example_figures(run, tome, memory, task, examples, bm25=None):
     """figures_of a file of examples, its controls, and their 95% intervals. "without_memory": the memory layers are
     off; "majority": the label that most of these claims have; "answer_is_entity": the share that can be right."""
     cell = figures_of(run, tome, memory, task, examples, bm25)
-    cell["emptied"] = task_accuracy(run, tome, task, examples, memory.emptied())["accuracy"]
+    if isinstance(memory, MentionMemory):
+        cell["emptied"] = task_accuracy(run, tome, task, examples, memory.emptied())["accuracy"]
     cell["without_memory"] = task_accuracy(run, tome, task, examples, memory, attend=False)["accuracy"]
     if task == "claims":
         cell["majority"] = Counter(e.label for e in examples).most_common(1)[0][1] / len(examples)
@@ -283,6 +289,235 @@ def html_page(run, shown):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The paper's tables in miniature, on the toy world: --table all, or one by its name
+
+RUNS = {    # what train.py gets besides --out and --seed, and the run whose first stages it shares. {0}: the tables' folder
+    "tome-1": ([], None),
+    "tome-2": (["--blocks", "2"], None),
+    "entities-as-experts": (["--set", "memory=entities"], None),
+    "no-memory": (["--set", "memory=none"], None),
+    "all-entities": ([], None),                         # the second world is trained on too
+    "no-coreference": (["--set", "coref_weight=0"], None),
+    "no-entity-prediction": (["--set", "entity_weight=0"], "tome-1"),
+    "from-warm-up": (["--start", "{0}/no-memory-0/tome.pt"], "tome-1"),
+    "from-scratch": (["--start", "scratch"], "tome-1"),
+}
+MAIN = list(RUNS)[:4]       # with every seed; the others with the first
+SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+ONE, TWO = "one_hop", "two_hop"
+
+
+def python(script, *args, text=False):
+    """Runs a script of this folder on one thread, so that as many as there are cores run at once. Its JSON, or text."""
+    command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"{' '.join(command[1:])}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+    return done.stdout if text or script == "train.py" else json.loads(done.stdout)
+
+
+def share(folder, base, names):
+    """Gives a new run folder the first files of another run, as links."""
+    for name in names:
+        for path in sorted((base / name).rglob("*") if (base / name).is_dir() else [base / name]):
+            here = folder / path.relative_to(base)
+            if path.is_file() and not here.exists():
+                here.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path, here)
+
+
+def make_world(folder, seed, all_entities=False):
+    """The toy world of a run; all_entities: nothing of its second world is held out of training."""
+    if not (folder / "world" / "corpus.jsonl").exists():
+        lines, examples = data.toy_world(seed)
+        if all_entities:
+            trained = {line["title"] for line in lines if line["split"] == "train"}
+            lines = [line if line["title"] in trained else line | {"split": "train"} for line in lines]
+        data.write_toy(folder / "world", lines, examples)
+
+
+def table_run(folder, name, seed, before):
+    """Trains and evaluates one run and leaves its figures in figures.json; nothing that is there is done again.
+    before(name): waits for another run of this seed."""
+    (args, base), out = RUNS[name], folder / f"{name}-{seed}"
+    path, shared = out / "figures.json", ("world", "corpus", "batch-tome.pt", "memory")
+    if path.exists():
+        return data.read_json(path)
+    common = ["--seed", seed, "--out"]
+    make_world(out, seed, name == "all-entities")
+    if base:
+        before(base)
+        share(out, folder / f"{base}-{seed}", shared)
+        run = train.read_run_file(folder / f"{base}-{seed}")
+        run["set"] = dict(train.one_setting(value) for flag, value in zip(args, args[1:]) if flag == "--set")
+        data.write_json(out / "run.json", run)
+    if name == "from-warm-up":
+        before("no-memory")
+    python("train.py", "--stage", "tome", *common, out, *(arg.format(folder) for arg in args))
+    figures = {"masked": python("eval.py", "--json", "--out", out)}
+    start = args[:2] if "--start" not in args else []
+    for task in ("claims", "qa"):
+        python("train.py", "--stage", "finetune", "--task", task, *common, out, *start)
+        figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
+        if name in MAIN:            # two hops: from the model of one hop, on examples of both
+            second = folder / f"{name}-{seed}-two-hops"
+            share(second, out, (*shared, "run.json", "tome.pt"))
+            both = second / "world" / f"{task}.both.train.jsonl"
+            for split in ("train", "dev"):
+                text = [(out / "world" / f"{task}.{hops}.{split}.jsonl").read_text() for hops in (ONE, TWO)]
+                both.with_name(both.name.replace("train", split)).write_text("".join(text))
+            python("train.py", "--stage", "finetune", "--task", task, *common, second, "--examples", both,
+                   "--start", out / f"{task}.pt")
+            figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
+    if name == "tome-1":
+        for task in ("claims", "qa"):
+            figures[task]["sizes"] = [python("eval.py", "--json", "--task", task, "--out", out, "--memory-fraction",
+                                             size)[task][ONE] for size in SIZES]
+    data.write_json(path, figures)
+    return figures
+
+
+def all_runs(folder, names, n_seeds):
+    """{(name, seed): figures}, as many at once as there are cores."""
+    jobs, done = [(name, seed) for seed in range(n_seeds) for name in names if seed == 0 or name in MAIN], {}
+    with ThreadPoolExecutor(1 if torch.cuda.is_available() else os.cpu_count()) as pool:
+        for name, seed in jobs:         # in order, so that what a run waits for has begun
+            done[name, seed] = pool.submit(table_run, folder, name, seed, lambda n, seed=seed: done[n, seed].result())
+        for job in tqdm(as_completed(done.values()), "runs", len(done)):
+            job.result()
+    return {key: job.result() for key, job in done.items()}
+
+
+def figure(results, name, *path):
+    """One figure of a run: a list of its values, one a seed."""
+    values = []
+    for (run, _), value in results.items():
+        for key in path if run == name else ():
+            value = value.get(key) if value is not None else None
+        if run == name and value is not None:
+            values.append(value)
+    return values
+
+
+def task_table(task, paper):
+    def table(folder, results):
+        yield ["", "one hop: seen", "unseen", "subject removed", "two hops: seen", "unseen", "bridge removed", *paper[""]]
+        for name in MAIN:
+            yield [name, *(figure(results, name, task, *path) for path in (
+                (ONE, "seen", "memory"), (ONE, "unseen", "memory"), (ONE, "seen", "fact_removed"),
+                (TWO, "seen", "memory"), (TWO, "unseen", "memory"), (TWO, "seen", "bridge_removed"))), *paper.get(name, [])]
+    return table
+
+
+def size_table(folder, results):
+    yield ["fraction of the memory", *(f"{task}: {kind}" for task in ("claims", "questions") for kind in ("seen", "unseen"))]
+    for i, size in enumerate(SIZES):
+        runs = [f for (name, _), f in results.items() if name == "tome-1"]
+        yield [f"{size:.0%}", *([f[task]["sizes"][i][kind]["memory"] for f in runs]
+                                for task in ("claims", "qa") for kind in ("seen", "unseen"))]
+
+
+def unseen_table(folder, results):
+    yield ["entities of the second world", "claims", "questions", "paper: TriviaQA", "CWQ"]
+    for name, label, paper in (("tome-1", "only in the memory of the evaluation", (17.6, 16.7)),
+                               ("all-entities", "in training too", (17.4, 16.4))):
+        yield [label, *(figure(results, name, task, ONE, "unseen", "memory")[:1] for task in ("claims", "qa")), *paper]
+
+
+def recall_table(folder, results):
+    yield ["recall@20, questions", "one hop: seen", "unseen", "two hops: seen", "unseen", "paper: EntityQuestions"]
+    for name, key, label, paper in (("tome-1", "bm25_recall@20", "BM25", 71.2), ("tome-1", "recall@20", "tome-1", 83.3),
+                                    ("tome-2", "recall@20", "tome-2", 83.8)):
+        yield [label, *(figure(results, name, "qa", hops, kind, key) for hops in (ONE, TWO) for kind in ("seen", "unseen")),
+               paper]
+
+
+def ablation_table(rows, paper):
+    def table(folder, results):
+        yield ["", "masked mentions: seen", "unseen", "claims: seen", "unseen", "questions: seen", "unseen", *paper]
+        for name, label, figures in rows:
+            yield [label, *(figure(results, name, "masked", "masked_mention", kind, "memory")[:1] for kind in
+                            ("seen", "unseen")),
+                   *(figure(results, name, task, ONE, kind, "memory")[:1] for task in ("claims", "qa")
+                     for kind in ("seen", "unseen")), *figures]
+    return table
+
+
+def retrieval_table(folder, results):
+    yield ["attention on the same entity", "visible", "masked", "paper"]
+    for name, stage, paper in (("no-coreference", "batch-tome", 55), ("tome-1", "batch-tome", ""), ("tome-1", "tome", "")):
+        lines = [json.loads(line) for line in (folder / f"{name}-0" / "log.jsonl").read_text().splitlines()]
+        last = [line for line in lines if line["stage"] == stage][-1]["seen"]
+        yield [f"{name}, end of {stage}", [last["mass_visible"]], [last["mass_masked"]], paper]
+    yield ["best memory states the fact (test claims)", "layer 1: first fact", "second", "layer 2: first fact", "second"]
+    for name, hops in (("tome-1", ONE), ("tome-2", ONE), ("tome-1", TWO), ("tome-2", TWO)):
+        out = folder / f"{name}-0{'-two-hops' if hops == TWO else ''}"
+        run, tome, memory = open_run(out, "claims")
+        examples = train.read_examples(run, "claims", toy_examples(run, "claims", hops))
+        share = deciding(run, tome, memory, examples)
+        yield [f"{name}, {hops.replace('_', ' ')}", *([share[cell]] if cell in share else "" for cell in
+                                                     ((1, 1), (1, 2), (2, 1), (2, 2)))]
+
+
+@torch.no_grad()
+def deciding(run, tome, memory, examples):
+    """{(layer, n): share of the toy world's examples where the best memory of one of the mentions, in that layer, stands
+    in a passage that states the n-th fact}: that links both its subject and its object."""
+    corpus, index, hits = run.corpus, {name: i for i, name in enumerate(run.corpus.entity_names)}, {}
+    for example in examples:
+        batch = data.example_batch([example], "claims", run.tokenizer, index,
+                                   max_length=run.settings.max_length).to(run.device)
+        _, found = tome(batch.tokens, batch.attention_mask, batch, memory)
+        chain = [index[example.info[name]] for name in ("subject", "bridge", "object") if name in example.info]
+        for layer, retrieved in enumerate(found, 1):
+            best = retrieved.ids[:, 0]
+            linked = [set(corpus.mention_entity[corpus.mention_first[p]:corpus.mention_first[p + 1]].tolist())
+                      for p in memory.passage[best[best >= 0]].unique().tolist()]
+            for n, fact in enumerate(zip(chain, chain[1:]), 1):
+                hits.setdefault((layer, n), []).append(any(entities.issuperset(fact) for entities in linked))
+    return {cell: float(np.mean(values)) for cell, values in hits.items()}
+
+
+TABLES = {      # the runs that each needs, and its lines: a heading, then a label and cells (values over seeds, or paper's)
+    "claims": (MAIN, task_table("claims", {"": ["paper: FEVER", "HoVer"], "entities-as-experts": [63.6, 66.6],
+                                           "tome-1": [67.8, 72.8], "tome-2": [68.1, 73.1]})),
+    "questions": (MAIN, task_table("qa", {"": ["paper: EntityQuestions", "CWQ"], "entities-as-experts": [32.5, 42.7],
+                                          "tome-1": [62.1, 44.9], "tome-2": [66.0, 47.7]})),
+    "sizes": (["tome-1"], size_table),
+    "unseen": (["tome-1", "all-entities"], unseen_table),
+    "recall": (["tome-1", "tome-2"], recall_table),
+    "objectives": (["tome-1", "no-coreference", "no-entity-prediction"], ablation_table([
+        ("tome-1", "tome-1", [70.5, 50.8]), ("no-coreference", "without coreference loss", [68.4, 42.5]),
+        ("no-entity-prediction", "without entity prediction", [70.7, 49.4])], ["paper: FEVER", "TriviaQA"])),
+    "initialisation": (["no-memory", "tome-1", "from-warm-up", "from-scratch"], ablation_table([
+        ("tome-1", "from BATCH-TOME", []), ("from-warm-up", "from the warm-up Transformer", []),
+        ("from-scratch", "from scratch", [])], [])),
+    "retrieved": (["tome-1", "tome-2", "no-coreference"], retrieval_table),
+}
+
+
+def make_tables(folder, names, n_seeds):
+    """Trains what the tables need, prints them and leaves each in folder/NAME.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = all_runs(folder, [name for name in RUNS if any(name in TABLES[table][0] for table in names)], n_seeds)
+    for name in names:
+        lines = list(TABLES[name][1](folder, results))
+        data.write_json(folder / f"{name}.json", {"lines": lines})
+        print(f"\n{name}")
+        for label, *cells in lines:
+            print(f"| {label:<42} | " + " | ".join(f"{as_text(cell):<{max(11, len(str(head)))}}" for cell, head in
+                                                   zip(cells, lines[0][1:])) + " |")
+
+
+def as_text(cell):
+    """A list of values over seeds as mean ± standard deviation; anything else as it is."""
+    if not isinstance(cell, list):
+        return str(cell)
+    spread = f" ± {np.std(cell):.2f}" if len(cell) > 1 else ""
+    return f"{np.mean(cell):.2f}{spread}" if cell else "-"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Reports and command line
 
 
@@ -293,7 +528,8 @@ def print_masked(figures):
     for kind, name in (("seen", "seen in training"), ("unseen", "never seen")):
         m, mass = figures["masked_mention"][kind], figures["same_entity_mass"][kind]
         if m["n"]:
-            print(f"  {name:<18}    {m['memory']:>12.2f}   {m['emptied']:>10.2f}   {m['shuffled']:>8.2f}"
+            emptied, shuffled = (f"{m[control]:.2f}" if control in m else "-" for control in ("emptied", "shuffled"))
+            print(f"  {name:<18}    {m['memory']:>12.2f}   {emptied:>10}   {shuffled:>8}"
                   f"   {mass['visible']:>37.2f}   {mass['masked']:>5.2f}     ({m['n']} mentions)")
 
 
@@ -352,10 +588,13 @@ def report(run, stage, task):
         train.say(f"Done; python eval.py --out {run.out} shows what was learnt.")
         return
     tome, fingerprint = train.load_tome(run, task or "tome")
-    memory, _ = train.open_memory(run, fingerprint)
+    memory, _ = train.open_memory(run, tome, fingerprint)
     if stage == "tome":
         figures = masked_mention_figures(run, tome, memory)
         print_masked(figures)
+        if not isinstance(memory, MentionMemory):
+            print(f"\nThe baseline is in {run.out / 'tome.pt'}, curves in {run.out / 'log.jsonl'}.")
+            return
         mentions = train.sample_eval_mentions(run, 300)
         for fraction in (0.1, 0.5):
             part = train.masked_mentions(tome, run.corpus, memory.sample(fraction), mentions, run.device)
@@ -385,6 +624,9 @@ def main(argv=None):
     parser.add_argument("--html", metavar="FILE", help="write what --show prints as a page")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     train.add_search_arguments(parser)
+    parser.add_argument("--table", choices=("all", *TABLES), help="train what this table of the paper needs, on the toy "
+                        "world, and print it; hours")
+    parser.add_argument("--seeds", type=train.whole(1), default=3, help="of the tables' main rows")
     args = parser.parse_args(argv)
     if args.ask:
         args.task, args.show = args.task or "qa", args.ask
@@ -395,8 +637,14 @@ def main(argv=None):
     if args.html and args.show is None:
         parser.error("--html goes with --show or --ask")
     try:
+        if args.table:
+            make_tables(Path("runs/tables"), list(TABLES) if args.table == "all" else [args.table], args.seeds)
+            return 0
         run, tome, memory = open_run(args.out, args.task, args.device, args.search, args.n_search)
-        memory = memory.sample(args.memory_fraction)
+        if isinstance(memory, MentionMemory):
+            memory = memory.sample(args.memory_fraction)
+        elif args.show is not None or args.memory_fraction < 1:
+            raise RunError(f"{args.out} is of a baseline: it has no mention memory to show or to take a part of")
         if args.show is not None:
             n = int(args.show) if args.show.isdecimal() else None
             if n is None:

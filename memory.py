@@ -7,9 +7,9 @@
                       Value(m) = sum_i alpha_i MemValue(i)                                  eq. 8
                       M_s      = LayerNorm(H_s + W_U Value(m))                              eq. 9
 
-Two memories offer the same `retrieve` and `attend`: BatchMemory holds the mentions of the batch itself and lets the
-gradient through (BATCH-TOME, §2.3); MentionMemory is the frozen table of the whole corpus, of which each process holds
-its own rows (TOME, §2.2).
+Three memories offer the same `attend`: BatchMemory holds the mentions of the batch itself and lets the gradient through
+(BATCH-TOME, §2.3); MentionMemory is the frozen table of the whole corpus, of which each process holds its own rows
+(TOME, §2.2); EntityTable is a baseline's, a trained row for each entity.
 """
 from pathlib import Path
 from typing import NamedTuple
@@ -64,6 +64,28 @@ class BatchMemory:
         weights = attention_weights(scores)
         ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
         return Retrieved(scores, ids, self.entity.expand_as(scores), weights, weights @ self.values)
+
+
+class EntityTable(nn.Module):
+    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for each entity, trained
+    with the model, in place of the mention memory. What it knows of an entity it has to learn; of one that training
+    never names, nothing. Row 0 is no entity."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
+        self.values = nn.Parameter(torch.randn(config.n_entities, config.value_dim) * 0.1)
+
+    def retrieve(self, query, passage=None, k=None, k_shard=None):
+        """All entities, scored. query (M, d_K); the rest is the mention memory's and has no meaning here."""
+        scores = query.float() @ self.keys.T                                                 # (M, E)
+        ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
+        return Retrieved(scores.masked_fill(ids == 0, -torch.inf), ids, ids)
+
+    def attend(self, query, passage=None, k=None, k_shard=None):
+        found = self.retrieve(query)
+        weights = attention_weights(found.scores)
+        return found._replace(weights=weights, value=weights @ self.values)
 
 
 class MentionMemory:
@@ -222,9 +244,15 @@ def build_memory(encoder, corpus, folder, device, dtype=np.float32):
     n_passages = len(corpus.article)
     n_shards = -(-n_passages // PASSAGES_PER_SHARD)
     belongs = {"format": FORMAT, "encoder": encoder.fingerprint, "corpus": corpus.fingerprint}
+    past = corpus.meta["grew_from"]                     # a shard that was full then holds the same still
     record_of = [folder / f"shard-{shard:05d}.json" for shard in range(n_shards)]
-    missing = [shard for shard in range(rank, n_shards, size)
-               if not (record_of[shard].exists() and read_record(record_of[shard]).items() >= belongs.items())]
+
+    def is_there(shard):
+        full = [earlier["corpus"] for earlier in past if (shard + 1) * PASSAGES_PER_SHARD <= earlier["passages"]]
+        return record_of[shard].exists() and any(read_record(record_of[shard]).items() >= (
+            belongs | {"corpus": fingerprint}).items() for fingerprint in [*full, corpus.fingerprint])
+
+    missing = [shard for shard in range(rank, n_shards, size) if not is_there(shard)]
     progress = tqdm(total=len(missing) * PASSAGES_PER_SHARD, desc="memory", unit=" passages", disable=rank > 0)
     for shard in missing:
         passages = np.arange(shard * PASSAGES_PER_SHARD, min((shard + 1) * PASSAGES_PER_SHARD, n_passages))

@@ -18,7 +18,7 @@ from torch import nn
 
 import ann
 from encoder import Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, init_weights
-from memory import BatchMemory, MemoryAttention, attention_weights
+from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
 
 class TOMEBlock(nn.Module):
@@ -26,12 +26,12 @@ class TOMEBlock(nn.Module):
 
     def __init__(self, config, n_layers):
         super().__init__()
-        self.memory_attention = MemoryAttention(config)
+        self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
         self.transformer = TransformerBlock(config, n_layers)
 
     def forward(self, H, attention_mask, mentions, memory):
         found = None
-        if memory is not None:
+        if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
         return self.transformer(H, attention_mask), found
 
@@ -49,6 +49,7 @@ class TOME(nn.Module):
         self.mlm = MLMHead(config)
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
         self.claim = nn.Linear(config.hidden, 3)                            # data.CLAIM_LABELS (train.claim_logits)
+        self.entities = EntityTable(config) if config.n_entities else None
         self.apply(lambda module: init_weights(module, config.init_std))
 
     def read_initial(self, tokens, attention_mask):
@@ -144,6 +145,7 @@ def init_retrieval(model, special, from_bert=False):
     position, and in every layer four heads look one and two tokens to either side and copy what stands there, a fifth
     looks around. Only these initial values differ from BERT's; nothing is held fixed afterwards."""
     tome, config = model.tome, model.config
+    memory_layers = [block.memory_attention for block in tome.blocks if block.memory_attention is not None]
     if not from_bert:
         n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
         if config.n_heads < 6 or d_head < 16:
@@ -185,14 +187,14 @@ def init_retrieval(model, special, from_bert=False):
         value, key = model.encoder.value.linear.weight, model.encoder.key.linear.weight
         value[:half, :n] += basis[:, :half].T                       # a value starts as a copy of its two markers …
         value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
-        for block in tome.blocks:                                   # … which W_U writes back where it was read
-            block.memory_attention.up.weight[:n, :half] += basis[:, :half]
+        for memory_attention in memory_layers:                      # … which W_U writes back where it was read
+            memory_attention.up.weight[:n, :half] += basis[:, :half]
         tome.mlm.dense.weight += torch.eye(config.hidden)
         key.zero_()
         key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD
     else:
         model.encoder.key.linear.weight.normal_(std=KEY_STD)
-    for layer in [model.coref, tome.answer, *(block.memory_attention.query for block in tome.blocks)]:
+    for layer in [model.coref, tome.answer, *(layer.query for layer in memory_layers)]:
         if layer.linear.weight.shape == model.encoder.key.linear.weight.shape:
             layer.load_state_dict(model.encoder.key.state_dict())
 

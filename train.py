@@ -59,7 +59,8 @@ class Settings:
     mentions: int = 24              # a passage on average; 32 when fine-tuning
     mention_rate: float = 0.2       # masked mentions
     token_rate: float = 0.1         # masked other tokens
-    aux_weight: float = 0.15        # coreference (batch-tome) or entity prediction (tome); 0.85 is MLM's
+    coref_weight: float = 0.15      # of the coreference loss in batch-tome; the rest is MLM's
+    entity_weight: float = 0.15     # of entity prediction in tome, likewise
     coref_entities: int = 1_000_000     # coreference only over the most frequent ones
     memory_fraction: float = 38 / 150   # of the memory, while pre-training TOME (§4.1)
     memory_dtype: str = "float16"
@@ -68,7 +69,8 @@ class Settings:
     clip: float = 1.0
     frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn them alone costs
                                     # Adam a thousand steps on real text; on the toy world it gains nothing
-    span_rate: float = 1.0          # batch-tome's rate for the layers that retrieve, as a multiple: see PRESETS["toy"]
+    span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]), in this
+    tied: float = 0.0               # share of batch-tome's steps
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
     log_every: int = 1000
     save_every: int = 1000
@@ -84,7 +86,7 @@ PRESETS = {
     "mini": dict(hidden=128, n_heads=8, intermediate=512, n_initial=3, n_block=1, max_positions=256, key_dim=64,
                  value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                  passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
-                 memory_dtype="float32", beta2=0.98, span_rate=0.1, bert_rate=0.1, log_every=100, save_every=100,
+                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, bert_rate=0.1, log_every=100, save_every=100,
                  eval_mentions=300,
                  schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
@@ -94,7 +96,7 @@ PRESETS = {
     "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, max_positions=128, key_dim=64,
                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
-                memory_dtype="float32", beta2=0.98, span_rate=0.1, frequency_bias=False,
+                memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False,
                 log_every=200, save_every=200, eval_mentions=200,
                 schedule={"batch-tome": Schedule(900, 3e-3, 100, 64), "tome": Schedule(700, 2e-3, 50, 64),
                           "claims": Schedule(800, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
@@ -105,9 +107,9 @@ class RunError(Exception):
     """One sentence for the user: what is wrong, where, what to do."""
 
 
-def preset(name, n_blocks=1):
-    """(Settings, Config) of that name."""
-    values = PRESETS[name]
+def preset(name, n_blocks=1, changes=None):
+    """(Settings, Config) of that name, with --set's changes."""
+    values = PRESETS[name] | (changes or {})
     settings = replace(Settings(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Settings)}})
     config = replace(Config(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Config)}})
     if n_blocks == 2 and config.n_block == 1:       # two blocks need a layer each
@@ -142,7 +144,7 @@ class Run:
     def belongs(self):
         """What every checkpoint of this run says of it, to be told from another run's."""
         return {"preset": self.preset, "blocks": self.config.n_blocks, "seed": self.seed,
-                "corpus": zlib.crc32(json.dumps(self.corpus.fingerprint).encode())}      # … and tokenizer
+                "corpus": zlib.crc32(json.dumps(self.corpus.trained_on).encode())}       # … and tokenizer
 
 
 def say(text, file=None):
@@ -177,7 +179,9 @@ def make_run(args):
     """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
     out = Path(args.out or f"runs/{args.preset or 'toy'}")
     old = read_run_file(out) if (out / "run.json").exists() else None
-    wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks,
+    if old is not None:
+        old.setdefault("set", {})
+    wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
               "corpus": args.corpus and os.path.abspath(args.corpus), "init": args.init and os.path.abspath(args.init)}
     if old is not None:
         for name, value in wanted.items():
@@ -188,10 +192,10 @@ def make_run(args):
             if (out / name).exists():
                 raise RunError(f"{out} holds {name} but no run.json, which says what it was started with; put it back "
                                "or choose another --out")
-        defaults = {"preset": "toy", "seed": 0, "blocks": 1, "corpus": None, "init": None}
+        defaults = {"preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None, "init": None}
         old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
         old["format"] = FORMAT
-    settings, config = preset(old["preset"], old["blocks"])
+    settings, config = preset(old["preset"], old["blocks"], old["set"])
     if old["init"]:         # its dimensions stay in run.json: the run needs the folder only to start
         if "bert" not in old:
             old["bert"] = asdict(bert_config(old["init"], config))
@@ -200,7 +204,8 @@ def make_run(args):
         prepare_corpus(out, old, settings)
     ann.barrier()
     corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
-    config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0))
+    config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0),
+                     n_entities=0 if config.memory == "mentions" else len(corpus.entity_names))
     return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device),
                old["init"], args.n_search if args.search == "bucketed" else None)
 
@@ -216,7 +221,7 @@ def prepare_corpus(out, run, settings):
         source = out / "world" / "corpus.jsonl"
         if not source.exists():
             say(f"No --corpus: making the toy world in {out / 'world'}.")
-            data.write_toy(out / "world", run["seed"])
+            data.write_toy(out / "world", *data.toy_world(run["seed"]))
     started, tokenised = (out / "run.json").exists(), (out / "corpus").exists()
     if not os.path.exists(source) and not (started and tokenised):
         raise RunError(f"{source}: no such file; --corpus wants a file of JSON lines")
@@ -247,21 +252,29 @@ def save_checkpoint(path, **values):
     write_atomically(path, lambda file: torch.save({"format": FORMAT, **values}, file))
 
 
-def load_checkpoint(path, stage, run):
-    """The checkpoint's dictionary, or None where there is no file. Never unpickles objects."""
-    if not path.exists():
-        return None
+def read_checkpoint(path):
+    """The checkpoint's dictionary. Never unpickles objects."""
     try:
         with zipfile.ZipFile(path) as file:
             if (name := file.testzip()) is not None:        # torch.load does not compare the checksums in its file
                 raise ValueError(f"the checksum of {name} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        of = {name: checkpoint.get(name) for name in ("format", "stage", *run.belongs)}
+        if not isinstance(checkpoint["model"], dict):
+            raise ValueError("it holds no model")
+        return checkpoint
     except OSError:
         raise
     except Exception as error:
         raise RunError(f"{path} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:100]}); "
                        "delete it to train this stage again") from None
+
+
+def load_checkpoint(path, stage, run):
+    """The dictionary of a checkpoint of this run and stage, or None where there is no file."""
+    if not path.exists():
+        return None
+    checkpoint = read_checkpoint(path)
+    of = {name: checkpoint.get(name) for name in ("format", "stage", *run.belongs)}
     for name, value in {"format": FORMAT, "stage": stage, **run.belongs}.items():
         if of[name] != value:
             raise RunError(f"{path} is a checkpoint of another {name} ({of[name]}, here it is {value}); move it away to "
@@ -344,7 +357,9 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
     tome.eval()
     rank, size = ann.rank_and_size()
     seen_entity = torch.from_numpy(np.asarray(corpus.entity_count) > 0).to(device)
-    supported = memory.passages_of(len(corpus.entity_names)) > 1        # another passage than the mention's own
+    supported = torch.ones_like(seen_entity)                            # it stands in another passage than the mention's
+    if isinstance(memory, MentionMemory):
+        supported = memory.passages_of(len(corpus.entity_names)) > 1
     names = ("tokens", "right", "masked", "mass_masked", "visible", "mass_visible", "entity")
     sums = {kind: dict.fromkeys(names, 0.0) for kind in ("seen", "unseen")}
     for first in range(0, len(mentions), batch_size):
@@ -354,8 +369,9 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
         batch = data.eval_batch(corpus, chosen).part(rank, size).to(device)
         H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
         right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target                # (L,)
-        last = found[-1]
-        mass = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)                   # (M,)
+        mass = torch.zeros(len(batch.entity), device=device)                                     # (M,)
+        if (last := found[-1]) is not None:
+            mass = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
         answer = memory.retrieve(tome.answer(H, batch.row, batch.start, batch.end), batch.passage,
                                  tome.config.k_answer, tome.config.k_answer_shard)
         entity_right = predict_entity(answer.scores, answer.entity).entity == batch.entity       # (M,)
@@ -416,10 +432,10 @@ def leave(number, frame):
     raise Stop("Stopped; the same command goes on from there.")
 
 
-def optimizer_for(model, schedule, settings, span_rate=1.0):
-    """AdamW; no weight decay on layer norms and biases (app. A)."""
-    groups = [{"params": [], "weight_decay": decay, "rate": rate}
-              for decay in (settings.weight_decay, 0.0) for rate in (1.0, span_rate)]
+def optimizer_for(model, schedule, settings):
+    """AdamW; no weight decay on layer norms and biases (app. A). The layers that retrieve are groups of their own."""
+    groups = [{"params": [], "weight_decay": decay, "retrieves": retrieves}
+              for decay in (settings.weight_decay, 0.0) for retrieves in (False, True)]
     for name, p in model.named_parameters():
         retrieves = any(part in name for part in ("query", "key", "coref"))
         groups[2 * (p.dim() < 2) + retrieves]["params"].append(p)
@@ -436,7 +452,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     settings, device, path = run.settings, run.device, run.out / f"{stage}.pt"
     rank, size = ann.rank_and_size()
     model.to(device).train()
-    optimizer = optimizer_for(model, schedule, settings, settings.span_rate if stage == "batch-tome" else 1.0)
+    optimizer = optimizer_for(model, schedule, settings)
     step, best, sums = 0, None, {}                  # sums: of what is logged next
     checkpoint = load_checkpoint(path, stage, run)
     if checkpoint is not None:
@@ -476,8 +492,9 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     while step < schedule.steps:
         lr = schedule.lr * min((step + 1) / max(schedule.warmup, 1),
                                (schedule.steps - step) / max(schedule.steps - schedule.warmup, 1))
+        tied = stage == "batch-tome" and step < schedule.steps * settings.tied
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["rate"]
+            group["lr"] = lr * (settings.span_rate if tied and group["retrieves"] else 1.0)
         torch.manual_seed(zlib.crc32(f"{run.seed} {stage} {step} {rank}".encode()))              # dropout
         whole = next_batch(step)
         batch = whole.part(rank, size).to(device)
@@ -601,8 +618,8 @@ def stage_batch_tome(run, schedule):
     def losses(model, batch):
         H, _ = model(batch)
         z = model.coref(H, batch.row, batch.start, batch.end)
-        return {"mlm": (1 - settings.aux_weight, mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)),
-                "coref": (settings.aux_weight,
+        return {"mlm": (1 - settings.coref_weight, mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)),
+                "coref": (settings.coref_weight,
                           coreference_loss(z, torch.where(frequent[batch.entity], batch.entity, 0), batch.passage))}
 
     def evaluate(model):
@@ -616,40 +633,72 @@ def stage_batch_tome(run, schedule):
 def evaluate_memory(run, tome, memory, mentions):
     """masked_mentions with the memory, emptied and shuffled."""
     measured = masked_mentions(tome, run.corpus, memory, mentions, run.device)
+    if not isinstance(memory, MentionMemory):
+        return measured
     for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
         for kind, values in masked_mentions(tome, run.corpus, changed, mentions, run.device).items():
             measured[kind][control] = values["accuracy"]
     return measured
 
 
-def stage_memory(run):
-    """The Mention Encoder reads the whole corpus (§2.1.2)."""
+def stage_memory(run, more=None):
+    """The Mention Encoder reads the whole corpus (§2.1.2). more: a corpus file to add to it, without training."""
     folder = run.out / "memory"
     encoder = load_batch_tome(run).encoder
+    past = [earlier["file"] for earlier in run.corpus.meta["grew_from"]]
+    if more and checksum(more) not in past:         # else a command that was cut off is run again
+        if ann.rank_and_size()[0] == 0:
+            run.corpus.extend(more, run.corpus.folder, run.tokenizer)
+        ann.barrier()
+        n, run.corpus = len(run.corpus.article), data.Corpus.open(run.corpus.folder)
+        say(f"memory: {len(run.corpus.article) - n:,} passages of {more} added to {n:,}.")
     if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder, encoder.fingerprint, run.corpus.fingerprint)
-        say(f"memory: already built ({folder}, {manifest['n']:,} mentions).")
-        return
+        manifest = read_manifest(folder, encoder.fingerprint)
+        if manifest["corpus"] not in [earlier["corpus"] for earlier in run.corpus.meta["grew_from"]]:
+            read_manifest(folder, corpus=run.corpus.fingerprint)
+            say(f"memory: already built ({folder}, {manifest['n']:,} mentions).")
+            return
     build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype))
     manifest = read_manifest(folder)
     say(f"memory: {manifest['n']:,} linked mentions, d_K {manifest['key_dim']}, d_V {manifest['value_dim']}, in {folder}")
 
 
-def open_memory(run, fingerprint):
-    """The memory of the whole corpus, and the part of it that training sees: passages that are not held out."""
+def open_memory(run, tome, fingerprint):
+    """The memory of the whole corpus, and the part of it that training sees: passages that are not held out. A
+    baseline's is its table of entities, which is part of it."""
+    if tome.entities is not None:
+        return tome.entities, tome.entities
     memory = load_memory(run.out / "memory", fingerprint, run.device,
                          corpus=run.corpus.fingerprint).bucketed(run.n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
 
 
-def stage_tome(run, schedule):
+def start_from(run, tome, start):
+    """Weights of another checkpoint, or fresh ones ("scratch"), instead of those of the stage before (app. B.5). None:
+    leave them. What a checkpoint lacks, as the memory layers where it had none, is fresh."""
+    if start is None:
+        return
+    state = new_batch_tome(run).tome.state_dict()
+    if start != "scratch":
+        checkpoint = read_checkpoint(Path(start))
+        saved = checkpoint.get("best", checkpoint["model"])
+        state |= {name: tensor for name, tensor in saved.items() if name in state}
+    load_weights(tome, state, start)
+
+
+def stage_tome(run, schedule, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     settings, corpus = run.settings, run.corpus
-    batch_tome = load_batch_tome(run)
-    fingerprint, tome = batch_tome.encoder.fingerprint, batch_tome.tome
-    memory, training_memory = open_memory(run, fingerprint)
-    training_memory = training_memory.sample(settings.memory_fraction, run.seed)
+    if run.config.memory == "mentions":
+        batch_tome = load_batch_tome(run)
+        fingerprint, tome = batch_tome.encoder.fingerprint, batch_tome.tome
+    else:
+        fingerprint, tome = None, new_batch_tome(run).tome
+    memory, training_memory = open_memory(run, tome, fingerprint)
+    if run.config.memory == "mentions":
+        training_memory = training_memory.sample(settings.memory_fraction, run.seed)
+    start_from(run, tome, start)
     passages = np.flatnonzero(~corpus.held_out)
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 2, epoch]).permutation(passages))
     mentions = sample_eval_mentions(run, settings.eval_mentions)
@@ -659,15 +708,20 @@ def stage_tome(run, schedule):
                                settings.mention_rate, settings.token_rate, settings.mentions)
 
     def losses(model, batch):
-        H, _ = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        linking = {}
+        if run.config.memory == "entities":     # Entities as Experts is told which row each linked mention is
+            linking = {"linking": (settings.entity_weight, sum(
+                entity_prediction_loss(layer.scores, layer.entity, batch.entity) for layer in layers))}
         z = model.answer(H, batch.row, batch.start, batch.end)
         found = training_memory.retrieve(z, batch.passage, model.config.k_answer,
                                          model.config.k_answer_shard)
-        return {"mlm": (1 - settings.aux_weight, mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)),
-                "entity": (settings.aux_weight, entity_prediction_loss(found.scores, found.entity, batch.entity))}
+        return {"mlm": (1 - settings.entity_weight, mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)),
+                "entity": (settings.entity_weight, entity_prediction_loss(found.scores, found.entity, batch.entity)),
+                **linking}
 
     train_stage(run, "tome", tome, schedule, next_batch, losses,
-                lambda model: evaluate_memory(run, model, memory, mentions), {"encoder": fingerprint})
+                lambda model: evaluate_memory(run, model, memory, mentions), {"encoder": fingerprint, "start": start})
 
 
 def read_examples(run, task, path, known=True):
@@ -702,11 +756,12 @@ def read_task_examples(run, task, path):
     return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
 
 
-def stage_finetune(run, task, schedule, examples_path):
+def stage_finetune(run, task, schedule, examples_path, start=None):
     """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1."""
     corpus = run.corpus
     tome, fingerprint = load_tome(run)
-    memory, training_memory = open_memory(run, fingerprint)
+    memory, training_memory = open_memory(run, tome, fingerprint)
+    start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
     entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
     if task == "qa":    # a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)
@@ -736,7 +791,7 @@ def stage_finetune(run, task, schedule, examples_path):
         return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
 
     train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
-                {"encoder": fingerprint, "examples": zlib.crc32(repr((examples, dev)).encode())})
+                {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr((examples, dev)).encode())})
 
 
 def claim_logits(tome, batch, memory):
@@ -801,7 +856,8 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
 def finished(run, stage):
     """Whether a stage has left its result."""
     if stage == "memory":
-        return (run.out / "memory" / "manifest.json").exists()
+        folder = run.out / "memory"
+        return (folder / "manifest.json").exists() and read_manifest(folder)["corpus"] == run.corpus.fingerprint
     checkpoint = load_checkpoint(run.out / f"{stage}.pt", stage, run)
     return checkpoint is not None and checkpoint["step"] >= checkpoint["steps"]
 
@@ -812,6 +868,22 @@ def whole(least):
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
         return int(text)
     return number
+
+
+def one_setting(text):
+    """NAME=VALUE -> (name, value), of the type that the field has."""
+    known = {f.name: f.default for f in (*fields(Settings), *fields(Config)) if isinstance(f.default, (int, float, str))}
+    name, _, value = text.partition("=")
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(sorted(known))}")
+    kind = type(known[name])
+    try:
+        value = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text}: {name} is a {kind.__name__}") from None
+    if name == "memory" and value not in ("mentions", "entities", "none"):
+        raise argparse.ArgumentTypeError("memory is mentions, entities or none")
+    return name, value
 
 
 def add_search_arguments(parser):
@@ -834,8 +906,19 @@ def parse_arguments(argv):
     parser.add_argument("--seed", type=whole(0))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
+    parser.add_argument("--append", metavar="FILE", help="a corpus file that --stage memory adds to the memory of a "
+                        "trained run: nothing is trained again")
+    parser.add_argument("--start", metavar="FILE", help="checkpoint whose weights stage tome or finetune starts from, "
+                        "instead of the stage before; scratch: fresh ones")
+    parser.add_argument("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of Settings or "
+                        "Config other than the preset's, such as memory=entities (a baseline); may be repeated")
     add_search_arguments(parser)
     args = parser.parse_args(argv)
+    args.set = dict(args.set) if args.set else None
+    if args.append and args.stage != "memory":
+        parser.error("--append goes with --stage memory")
+    if args.start and args.stage not in ("tome", "finetune"):
+        parser.error("--start goes with --stage tome and --stage finetune")
     if (args.stage == "finetune") != (args.task is not None):
         parser.error("--task goes with --stage finetune, and --stage finetune needs it")
     if args.examples and args.stage != "finetune":
@@ -847,9 +930,14 @@ def parse_arguments(argv):
 
 def train(args):
     run = make_run(args)
-    if args.examples and not Path(args.examples).exists():      # before hours of training, not after
-        raise RunError(f"{args.examples}: no such file; --examples wants a file of JSON lines (README, examples)")
-    for stage in STAGES[:STAGES.index(args.stage) + 1]:
+    for name in ("examples", "append"):         # before hours of training, not after
+        path = getattr(args, name)
+        if path and not Path(path).exists():
+            raise RunError(f"{path}: no such file; --{name} wants a file of JSON lines (see the README)")
+    baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
+    if baseline and args.stage in STAGES[:2]:
+        raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")
+    for stage in STAGES[2 * baseline:STAGES.index(args.stage) + 1]:
         last = stage == args.stage
         if not last and finished(run, stage):
             continue
@@ -857,6 +945,9 @@ def train(args):
             say(f"Stage {stage} comes first.")
         started = time.time()
         schedule = run.settings.schedule.get(args.task if stage == "finetune" else stage)
+        if stage == "tome" and baseline:        # as many steps as TOME has had then
+            first = run.settings.schedule["batch-tome"]
+            schedule = replace(first, steps=first.steps + schedule.steps)
         if schedule is not None:        # --steps and --batch, or what this stage was started with, or the preset's
             name = args.task if stage == "finetune" else stage
             begun = load_checkpoint(run.out / f"{name}.pt", name, run) or asdict(schedule)
@@ -867,11 +958,11 @@ def train(args):
         if stage == "batch-tome":
             stage_batch_tome(run, schedule)
         elif stage == "memory":
-            stage_memory(run)
+            stage_memory(run, args.append if last else None)
         elif stage == "tome":
-            stage_tome(run, schedule)
+            stage_tome(run, schedule, args.start if last else None)
         else:
-            stage_finetune(run, args.task, schedule, args.examples)
+            stage_finetune(run, args.task, schedule, args.examples, args.start)
         say(f"Stage {stage} done in {time.time() - started:.0f} s.")
     return run
 

@@ -375,7 +375,7 @@ def cost(args):
 def build(args):
     """Passages a second of build_memory, and of the bare encoder on the same batches."""
     with tempfile.TemporaryDirectory() as folder:
-        data.write_toy(folder, 0)
+        data.write_toy(folder, *data.toy_world(0))
         tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(f"{folder}/corpus.jsonl")), 2000)
         corpus = data.Corpus.build(f"{folder}/corpus.jsonl", f"{folder}/corpus", tokenizer, 64, 128)
         for name, config in (("toy", train.preset("toy")[1]), ("mini", train.preset("mini")[1])):

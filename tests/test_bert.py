@@ -427,8 +427,8 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     before = [p.detach().clone() for p in model.parameters()]
     H, _ = model.train()(batch)
     z = model.coref(H, batch.row, batch.start, batch.end)
-    loss = ((1 - settings.aux_weight) * mlm_loss(tome.mlm_logits(H, batch.target_index), batch.target)
-            + settings.aux_weight * coreference_loss(z, batch.entity, batch.passage))
+    loss = ((1 - settings.coref_weight) * mlm_loss(tome.mlm_logits(H, batch.target_index), batch.target)
+            + settings.coref_weight * coreference_loss(z, batch.entity, batch.passage))
     loss.backward()
     optimizer.step()
     assert torch.isfinite(loss)

@@ -1,4 +1,6 @@
 """Real tasks, their controls and figures, what was retrieved, BM25.   python -m pytest tests/test_eval.py"""
+import contextlib
+import io
 import json
 import math
 import re
@@ -13,7 +15,7 @@ import torch
 import data
 import eval as evaluation
 import train
-from test_train import TINY
+from test_train import TINY, weights
 
 EVIL = "<script>alert('x')</script> & Co"
 NAMES = ["Alma Verran", "Boris Holt", "Clara Marek", "Dario Quist", "Edith Sorel", "Felix Varga", "Greta Dahl",
@@ -339,3 +341,66 @@ def test_the_curve_of_a_stage_follows_its_log(out, tmp_path, capsys):
     assert seen.split() == ["masked,", "seen", "0.100", "▁▂▃▄▅▆▇█", "0.800"]
     evaluation.print_curve(types.SimpleNamespace(out=tmp_path), "memory")
     assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables
+
+
+def test_cells_are_means_over_seeds():
+    results = {("tome-1", 0): {"qa": {"one_hop": 0.5}}, ("tome-1", 1): {"qa": {"one_hop": 1.0}}, ("tome-2", 0): {"qa": {}}}
+    assert evaluation.figure(results, "tome-1", "qa", "one_hop") == [0.5, 1.0]
+    assert evaluation.figure(results, "tome-2", "qa", "one_hop") == []
+    assert [evaluation.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [
+        "0.75 ± 0.25", "0.25", "-", "66.6", ""]
+
+
+@pytest.mark.slow
+def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
+    """Models of a few steps: that each cell is there, not what it says."""
+    def here(script, *args, text=False):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert (train if script == "train.py" else evaluation).main([str(a) for a in args]) == 0
+        return None if script == "train.py" else json.loads(said.getvalue())
+
+    for name, n in (("person", 60), ("city", 20), ("country", 8), ("company", 20), ("film", 40)):
+        monkeypatch.setitem(data.COUNTS, name, n)
+    monkeypatch.setitem(train.PRESETS, "toy", TINY)
+    monkeypatch.setattr(evaluation, "python", here)
+    monkeypatch.setattr(evaluation, "SIZES", (0.5, 1.0))
+    results, order = {}, []
+    for name in evaluation.RUNS:
+        results[name, 0] = evaluation.table_run(tmp_path, name, 0, order.append)
+        assert evaluation.table_run(tmp_path, name, 0, order.append) == results[name, 0]     # what is there is not done again
+    assert order == ["tome-1", "tome-1", "no-memory", "tome-1"]
+    base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt") for name in ("tome-1", "from-scratch"))
+    assert all(torch.equal(base[key], shared[key]) for key in base)
+    monkeypatch.setattr(evaluation, "all_runs", lambda *_: results)
+    capsys.readouterr()
+    evaluation.make_tables(tmp_path, list(evaluation.TABLES), 1)
+    print(capsys.readouterr().out)
+    for name in evaluation.TABLES:
+        heading, *rows = data.read_json(tmp_path / f"{name}.json")["lines"]
+        assert len(rows) > 1
+        for row in rows:
+            for cell in row:
+                assert not isinstance(cell, list) or all(0 <= value <= 1 for value in cell), (name, row)
+    claims = {row[0]: row[1:] for row in data.read_json(tmp_path / "claims.json")["lines"]}
+    assert all(claims["tome-1"][:6]) and claims["no-memory"][0] and not claims["no-memory"][2]   # nothing to take away
+
+
+def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():
+    """Three passages; the best memory of the only mention stands in one that links subject and bridge, not the answer."""
+    corpus = types.SimpleNamespace(entity_names=["", "S", "B", "O"], mention_entity=np.array([1, 2, 2, 3, 1]),
+                                   mention_first=np.array([0, 2, 4, 5]))
+    memory = types.SimpleNamespace(passage=torch.tensor([0, 0, 1, 1, 2]))
+    found = [types.SimpleNamespace(ids=torch.tensor([[0, 4]])), types.SimpleNamespace(ids=torch.tensor([[2, 0]]))]
+    run = types.SimpleNamespace(corpus=corpus, tokenizer=None, device="cpu", settings=types.SimpleNamespace(max_length=9))
+    batch = types.SimpleNamespace(tokens=None, attention_mask=None)
+    batch.to = lambda device: batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "example_batch", lambda *_, **__: batch)
+        share = evaluation.deciding(run, lambda *_: (None, found), memory, [
+            types.SimpleNamespace(info={"subject": "S", "bridge": "B", "object": "O"})])
+    assert share == {(1, 1): 1.0, (1, 2): 0.0, (2, 1): 0.0, (2, 2): 1.0}

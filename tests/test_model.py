@@ -1,5 +1,6 @@
 """The model's layers and losses against plain loops.   python -m pytest tests/test_model.py"""
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import ann
 from encoder import Config, SpanEncodingLayer
-from memory import BatchMemory, MemoryAttention, MentionMemory
+from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
 from tome import TOME, BatchTOME, coreference_loss, entity_prediction_loss, mlm_loss, predict_entity
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
@@ -83,6 +84,19 @@ def test_a_mention_that_is_allowed_nothing_adds_nothing():
                                atol=1e-5, rtol=1e-5)
     M, found = layer(H, Mentions, table.emptied())
     torch.testing.assert_close(M, layer.norm(H))
+
+
+def test_the_table_of_entities_is_attended_to_as_a_whole_but_for_no_entity():
+    table = EntityTable(replace(TINY, n_entities=4))
+    query = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
+    found = table.attend(query)
+    for m in range(2):
+        scores = [(query[m] @ table.keys[e]).item() for e in (1, 2, 3)]         # row 0 is no entity
+        weights = [math.exp(score) / sum(map(math.exp, scores)) for score in scores]
+        torch.testing.assert_close(found.weights[m], torch.tensor([0.0, *weights]))
+        torch.testing.assert_close(found.value[m], sum(w * table.values[e] for e, w in enumerate(weights, 1)))
+    found.value.sum().backward()
+    assert table.keys.grad.abs().sum() > 0 and table.values.grad.abs().sum() > 0
 
 
 def test_no_gradient_reaches_the_frozen_memory_but_the_query_learns():

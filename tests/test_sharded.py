@@ -21,7 +21,7 @@ STAGES = ("batch-tome", "tome", "claims", "qa")
 
 
 def arguments(out, **values):
-    return argparse.Namespace(**{"out": out, "preset": None, "seed": None, "blocks": None, "corpus": None, "init": None,
+    return argparse.Namespace(**{"out": out, "preset": None, "seed": None, "blocks": None, "corpus": None, "init": None, "set": None,
                                  "device": "cpu", "search": "exact", "n_search": None, **values})
 
 

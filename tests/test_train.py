@@ -269,24 +269,113 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
         torch.testing.assert_close(first[name], second[name], atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("memory", ["entities", "none"])
+def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path, memory, capsys):
+    out = ("--out", tmp_path / "run")
+    assert run("--stage", "tome", "--corpus", small_world, "--set", f"memory={memory}", *out) == 0
+    assert not (out[1] / "memory").exists() and not (out[1] / "batch-tome.pt").exists()
+    state = weights(out[1] / "tome.pt")
+    assert any("memory_attention" in name for name in state) == (memory == "entities")
+    loaded, tome, table = evaluation.open_run(out[1])
+    assert table is tome.entities and len(table.keys) == len(loaded.corpus.entity_names)
+    log = [json.loads(line) for line in (out[1] / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == 8 and ("linking" in log[-1]) == (memory == "entities")     # batch-tome's steps and tome's
+    assert run("--stage", "memory", *out) == 1 and "baseline" in capsys.readouterr().err
+    assert run("--stage", "tome", "--set", "hidden=12", *out) == 1 and "--set" in capsys.readouterr().err
+    assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
+
+
+def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
+    first = weights(trained / "tome.pt")
+    (trained / "tome.pt").rename(trained / "other.pt")
+    assert run("--stage", "tome", "--out", trained, "--start", "scratch") == 0
+    scratch = weights(trained / "tome.pt")
+    (trained / "tome.pt").unlink()
+    assert run("--stage", "tome", "--out", trained, "--start", trained / "other.pt", "--steps", 1) == 0
+    again = weights(trained / "tome.pt")
+
+    def far(a, b):
+        return max((a[name] - b[name]).abs().max().item() for name in a)
+
+    assert far(again, first) < 0.0015 < 0.003 < far(scratch, first)     # a step away; four and more
+
+
+def question_accuracy(out, path):
+    loaded, tome, table = evaluation.open_run(out, "qa")
+    return train.task_accuracy(loaded, tome, "qa", train.read_examples(loaded, "qa", path), table)["accuracy"]
+
+
+def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_world, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
+    shutil.rmtree(trained / "memory")
+    assert run("--stage", "memory", "--out", trained) == 0
+    before = data.Corpus.open(trained / "corpus")
+    files = {path.name: path.stat().st_mtime_ns for path in (trained / "memory").iterdir()}
+    more, both = tmp_path / "more.jsonl", tmp_path / "both.jsonl"
+    name = before.entity_names[1]
+    new = [{"title": title, "text": f"{title} is a friend of {name}.", "mentions": [
+        {"start": 0, "end": len(title), "entity": title},
+        {"start": len(title) + 16, "end": len(title) + 16 + len(name), "entity": name}]} for title in ("New One", "New Two")]
+    data.write_lines(more, new)
+    command = ("--stage", "memory", "--append", more, "--out", trained)
+    assert run(*command) == 0
+    said = capsys.readouterr().out
+    assert f"2 passages of {more} added to {len(before.article)}" in said
+    assert run(*command) == 0                                       # once is enough
+    assert "already built" in capsys.readouterr().out
+
+    after = data.Corpus.open(trained / "corpus")
+    both.write_text(small_world.read_text() + more.read_text())
+    built = data.Corpus.build(both, tmp_path / "both", data.load_tokenizer(trained / "corpus" / "tokenizer.json"), 64, 128)
+    for array in data.Corpus.ARRAYS:
+        if array not in ("held_out", "entity_count"):               # what is added is never trained on
+            assert (getattr(after, array) == getattr(built, array)).all(), array
+    assert after.held_out[-2:].all() and (after.held_out[:-2] == before.held_out).all()
+    assert after.entity_names == [*before.entity_names, "New One", "New Two"]
+    assert (after.entity_count == [*before.entity_count, 0, 0]).all()
+    full = len(before.article) // 64                                # shards that were full are not written again
+    assert full > 0
+    for shard in range(full):
+        for path in (trained / "memory").glob(f"*-{shard:05d}.*"):
+            assert path.stat().st_mtime_ns == files[path.name]
+
+    loaded, _, table = evaluation.open_run(trained)
+    rows = memory_file.encode_passages(train.load_batch_tome(loaded).encoder, after, torch.arange(len(after.article)).numpy(),
+                                       loaded.device)
+    torch.testing.assert_close(table.keys, torch.from_numpy(rows["keys"]), atol=1e-5, rtol=0)
+    assert (table.mention.numpy() == rows["mention"]).all()
+    assert run("--stage", "tome", "--out", trained) == 0            # it is the same run still
+
+
 @pytest.mark.slow
 def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkeypatch):
-    """The claim of the paper in a few minutes: far better with the memory than without, also for entities never seen."""
+    """The claims of the paper in a few minutes: far better with the memory than without, also for entities never seen,
+    and text that comes after training is known as soon as it is in the memory."""
     for name, n in (("person", 130), ("city", 40), ("country", 12), ("company", 40), ("film", 90)):
         monkeypatch.setitem(data.COUNTS, name, n)
-    data.write_toy(tmp_path / "world", 0)
-    schedule = {**train.PRESETS["toy"]["schedule"], "batch-tome": train.Schedule(450, 3e-3, 50, 64),
-                "tome": train.Schedule(120, 2e-3, 20, 64)}
+    lines, examples = data.toy_world(0)
+    known = {line["title"] for line in lines if line["split"] == "train"}
+    world, more = tmp_path / "world", tmp_path / "more.jsonl"
+    data.write_toy(world, [line for line in lines if line["title"] in known], examples)
+    data.write_lines(more, [line for line in lines if line["title"] not in known])
+    schedule = {"batch-tome": train.Schedule(450, 3e-3, 50, 64), "tome": train.Schedule(120, 2e-3, 20, 64),
+                "qa": train.Schedule(60, 1e-3, 10, 64)}
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 450})
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
     try:
-        assert run("--stage", "tome", "--out", tmp_path, "--corpus", tmp_path / "world" / "corpus.jsonl") == 0
-        loaded, tome, table = evaluation.open_run(tmp_path)
+        out = ("--out", tmp_path / "run")
+        assert run("--stage", "tome", *out, "--corpus", world / "corpus.jsonl") == 0
+        assert run("--stage", "finetune", "--task", "qa", "--examples", world / "qa.one_hop.train.jsonl", *out) == 0
+        before = question_accuracy(out[1], world / "qa.one_hop.unseen.jsonl")
+        assert run("--stage", "memory", "--append", more, *out) == 0
+        after = question_accuracy(out[1], world / "qa.one_hop.unseen.jsonl")
+        loaded, tome, table = evaluation.open_run(out[1])
         figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)["masked_mention"]
     finally:
         torch.set_num_threads(threads)
-    print(figures)
+    print(figures, before, after)
+    assert before == 0 and after > 0.3
     for kind in ("seen", "unseen"):
         controls = max(figures[kind]["emptied"], figures[kind]["shuffled"])
         assert figures[kind]["memory"] > 2 * controls + 0.05, figures
