@@ -131,72 +131,116 @@ class BatchTOME(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Initial weights
 
+# A mention can learn from the memory only once it retrieves something of use, and to learn what is of use it has to
+# retrieve (app. B.5). So retrieval works by surface form at the first step: a mention looks for mentions encoded like
+# itself. Only these initial values differ from BERT's; nothing is held fixed afterwards.
+
 KEY_STD = 0.05     # BERT's 0.02 would spread the attention over everything; with 0.1 a masked mention never moves it
 
 
 @torch.no_grad()
-def init_retrieval(model, special, from_bert=False):
-    """Initial weights of BATCH-TOME under which retrieval works by surface form at the first step.
+def init_retrieval(model, special):
+    """Initial weights of BATCH-TOME where there is no BERT below: a marker's encoding does not hold the words beside it.
 
-    A mention can learn from the memory only once it retrieves something of use, and to learn what is of use it has to
-    retrieve (app. B.5). So query, key and coreference layers start equal: a mention looks for mentions encoded like
-    itself. With a BERT below that is enough. Without one, a marker's encoding does not yet hold the words beside it;
-    we give it what BERT's lower layers learn first. The hidden space is split, tokens | fast waves | slow waves of the
+    We give it what BERT's lower layers learn first. The hidden space is split, tokens | fast waves | slow waves of the
     position, and in every layer four heads look one and two tokens to either side and copy what stands there, a fifth
-    looks around. Only these initial values differ from BERT's; nothing is held fixed afterwards."""
+    looks around. Query, key and coreference layers start equal."""
     tome, config = model.tome, model.config
     memory_layers = [block.memory_attention for block in tome.blocks if block.memory_attention is not None]
-    if not from_bert:
-        n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
-        if config.n_heads < 6 or d_head < 16:
-            raise ValueError(f"{config.n_heads} heads of {d_head}: the initial weights need 6 heads of at least 16")
-        embeddings = tome.embeddings
-        embeddings.word.weight.zero_()
-        embeddings.word.weight[:, :n] = F.normalize(torch.randn(config.vocab_size, n), dim=1)
-        embeddings.word.weight[list(special.values())] *= 0.2       # what stands beside a marker must drown it
-        embeddings.segment.weight.zero_()
-        fast, slow = (scale * 0.7 ** torch.arange(waves) for scale in (torch.pi, 0.2))       # radians a token
-        position = torch.arange(config.max_positions)[:, None]
-        embeddings.position.weight.zero_()
-        for first, frequency, norm in ((n, fast, 1.0), (n + 16, slow, 0.5)):
-            angle = position * frequency                                                     # (positions, waves)
-            wave = torch.stack([angle.cos(), angle.sin()], dim=2).flatten(1)                 # cos, sin, cos, sin, …
-            embeddings.position.weight[:, first:first + 16] = norm * wave / waves ** 0.5
-        basis = torch.linalg.qr(torch.randn(n, n))[0]                                        # directions to copy along
-        layers = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
-        for depth, layer in enumerate(layers):
-            q, k, v = layer.attention.qkv.weight.view(3, config.n_heads, d_head, config.hidden)
-            # Heads +1 and -1 copy along the same directions, +2 and -2 along others: a name's first word, taken from
-            # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker.
-            for head, (offset, part) in enumerate(((1, 0), (-1, 0), (2, 1), (-2, 1), (0, 2))):
-                first, frequency = (n, fast) if offset else (n + 16, slow)
-                # the score at the right offset: 4 in the first layer, more above, where positions are blurred
-                sharpness = (4.0 * (depth + 1) if offset else 4.0) * d_head ** 0.5 / 42     # 42: squared norm of a wave
-                for weight in (q[head], k[head], v[head]):
-                    weight.zero_()
-                cos, sin = (offset * frequency).cos(), (offset * frequency).sin()
-                turn = torch.block_diag(*(torch.tensor([[c, -s], [s, c]]) for c, s in zip(cos, sin)))
-                q[head, :16, first:first + 16] = turn * sharpness ** 0.5
-                k[head, :16, first:first + 16] = torch.eye(16) * sharpness ** 0.5
-                copy = basis[:, part * d_head:(part + 1) * d_head]                           # (n, d_head)
-                v[head, :, :n] = copy.T * (2.0 if depth == 0 else 0.7)
-                out = layer.attention.out.weight[:, head * d_head:(head + 1) * d_head]
-                out.zero_()
-                out[:n] = copy
-        half = min(config.value_dim // 2, n)
-        value, key = model.encoder.value.linear.weight, model.encoder.key.linear.weight
-        value[:half, :n] += basis[:, :half].T                       # a value starts as a copy of its two markers …
-        value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
-        for memory_attention in memory_layers:                      # … which W_U writes back where it was read
-            memory_attention.up.weight[:n, :half] += basis[:, :half]
-        tome.mlm.dense.weight += torch.eye(config.hidden)
-        key.zero_()
-        key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD
-    else:
-        model.encoder.key.linear.weight.normal_(std=KEY_STD)
-    for layer in [model.coref, tome.answer, *(layer.query for layer in memory_layers)]:
+    n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
+    if config.n_heads < 6 or d_head < 16:
+        raise ValueError(f"{config.n_heads} heads of {d_head}: the initial weights need 6 heads of at least 16")
+    embeddings = tome.embeddings
+    embeddings.word.weight.zero_()
+    embeddings.word.weight[:, :n] = F.normalize(torch.randn(config.vocab_size, n), dim=1)
+    embeddings.word.weight[list(special.values())] *= 0.2       # what stands beside a marker must drown it
+    embeddings.segment.weight.zero_()
+    fast, slow = (scale * 0.7 ** torch.arange(waves) for scale in (torch.pi, 0.2))       # radians a token
+    position = torch.arange(config.max_positions)[:, None]
+    embeddings.position.weight.zero_()
+    for first, frequency, norm in ((n, fast, 1.0), (n + 16, slow, 0.5)):
+        angle = position * frequency                                                     # (positions, waves)
+        wave = torch.stack([angle.cos(), angle.sin()], dim=2).flatten(1)                 # cos, sin, cos, sin, …
+        embeddings.position.weight[:, first:first + 16] = norm * wave / waves ** 0.5
+    basis = torch.linalg.qr(torch.randn(n, n))[0]                                        # directions to copy along
+    layers = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
+    for depth, layer in enumerate(layers):
+        q, k, v = layer.attention.qkv.weight.view(3, config.n_heads, d_head, config.hidden)
+        # Heads +1 and -1 copy along the same directions, +2 and -2 along others: a name's first word, taken from
+        # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker.
+        for head, (offset, part) in enumerate(((1, 0), (-1, 0), (2, 1), (-2, 1), (0, 2))):
+            first, frequency = (n, fast) if offset else (n + 16, slow)
+            # the score at the right offset: 4 in the first layer, more above, where positions are blurred
+            sharpness = (4.0 * (depth + 1) if offset else 4.0) * d_head ** 0.5 / 42     # 42: squared norm of a wave
+            for weight in (q[head], k[head], v[head]):
+                weight.zero_()
+            cos, sin = (offset * frequency).cos(), (offset * frequency).sin()
+            turn = torch.block_diag(*(torch.tensor([[c, -s], [s, c]]) for c, s in zip(cos, sin)))
+            q[head, :16, first:first + 16] = turn * sharpness ** 0.5
+            k[head, :16, first:first + 16] = torch.eye(16) * sharpness ** 0.5
+            copy = basis[:, part * d_head:(part + 1) * d_head]                           # (n, d_head)
+            v[head, :, :n] = copy.T * (2.0 if depth == 0 else 0.7)
+            out = layer.attention.out.weight[:, head * d_head:(head + 1) * d_head]
+            out.zero_()
+            out[:n] = copy
+    half = min(config.value_dim // 2, n)
+    value, key = model.encoder.value.linear.weight, model.encoder.key.linear.weight
+    value[:half, :n] += basis[:, :half].T                       # a value starts as a copy of its two markers …
+    value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
+    for memory_attention in memory_layers:                      # … which W_U writes back where it was read
+        memory_attention.up.weight[:n, :half] += basis[:, :half]
+    tome.mlm.dense.weight += torch.eye(config.hidden)
+    key.zero_()
+    key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD
+    start_like_keys(model, [model.coref, tome.answer, *(layer.query for layer in memory_layers)])
+
+
+def start_like_keys(model, layers):
+    for layer in layers:
         if layer.linear.weight.shape == model.encoder.key.linear.weight.shape:
             layer.load_state_dict(model.encoder.key.state_dict())
+
+
+@torch.no_grad()
+def fit_retrieval(model, batches, self_score=20.0):
+    """Initial weights of key and query layers over a pretrained BERT, from linked mentions of a few batches.
+
+    Two layers of a BERT do not speak the same language, and most of what they say is the same for every mention: a
+    random projection of either retrieves nothing. So a key starts as the whitened principal components of a mention's
+    encoding [H_s; H_e] (eq. 1), and each memory layer's query as the linear map that finds a mention's own key from what
+    that layer reads (ridge regression; no label). self_score: the mean score of a mention's query and its own key."""
+    tome, key = model.tome, model.encoder.key.linear
+    inputs, outputs = [[] for _ in tome.blocks], []                         # [H_s; H_e] of each mention, (M, 2 hidden)
+    for batch in batches:
+        linked = batch.entity > 0
+        row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
+        H = tome.read_initial(batch.tokens, batch.attention_mask)
+        for block, seen in zip(tome.blocks, inputs):
+            seen.append(torch.cat([H[row, start], H[row, end]], dim=1).double())
+            H, _ = block(H, batch.attention_mask, None, None)
+        outputs.append(torch.cat([H[row, start], H[row, end]], dim=1).double())
+    Y = torch.cat(outputs)
+    if len(Y) < 2:
+        return
+    mean = Y.mean(0)
+    variance, direction = torch.linalg.eigh((Y - mean).T @ (Y - mean) / len(Y))             # rising
+    n = min(len(key.weight), len(variance))
+    spread = (variance[-n:] + 1e-3 * variance[-1]).sqrt()
+    W_key = torch.zeros_like(key.weight, dtype=torch.double)                                # (d_K, 2 hidden)
+    W_key[:n] = (direction[:, -n:] / spread).T * (self_score / n) ** 0.5
+    keys = (Y - mean) @ W_key.T
+    key.weight.copy_(W_key)
+    key.bias.copy_(-W_key @ mean)
+    for block, seen in zip(tome.blocks, inputs):
+        X = torch.cat(seen)
+        X_mean, X = X.mean(0), X - X.mean(0)
+        gram = X.T @ X
+        W_query = torch.linalg.solve(gram + 0.1 * gram.diag().mean() * torch.eye(len(gram)), X.T @ keys).T
+        W_query *= self_score / (X @ W_query.T * keys).sum(1).mean().clamp(min=1e-6)
+        query = block.memory_attention.query.linear
+        query.weight.copy_(W_query)
+        query.bias.copy_(-W_query @ X_mean)
+    start_like_keys(model, [model.coref, tome.answer])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

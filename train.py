@@ -34,8 +34,8 @@ import data
 from data import checksum, read_json, write_atomically, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import MemoryFolderError, MentionMemory, build_memory, encode_passages, load_memory, read_manifest
-from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, init_retrieval, mlm_loss, predict_entity,
-                  share_of_mean)
+from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, init_retrieval, mlm_loss,
+                  predict_entity, share_of_mean)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
 FORMAT = 2
@@ -98,7 +98,7 @@ PRESETS = {
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False,
                 log_every=200, save_every=200, eval_mentions=200,
-                schedule={"batch-tome": Schedule(900, 3e-3, 100, 64), "tome": Schedule(700, 2e-3, 50, 64),
+                schedule={"batch-tome": Schedule(900, 3e-3, 100, 64), "tome": Schedule(600, 2e-3, 50, 64),
                           "claims": Schedule(800, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
@@ -316,7 +316,13 @@ def new_batch_tome(run):
         tokens = run.corpus.tokens[:10 ** 7]
         counts = np.bincount(tokens[run.corpus.maskable[tokens]], minlength=run.config.vocab_size) + 1
         model.tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
-    init_retrieval(model, run.corpus.special, from_bert=bool(init))
+    if not init:
+        init_retrieval(model, run.corpus.special)
+    elif run.config.memory == "mentions":
+        say("Fitting the first queries and keys to the BERT's layers.")
+        sample = np.random.default_rng(run.seed).permutation(len(run.corpus.article))[:768]
+        fit_retrieval(model, [data.make_batch(run.corpus, sample[i:i + 32], None, 0, 0, None)
+                              for i in range(0, len(sample), 32)])
     return model
 
 

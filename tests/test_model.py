@@ -1,6 +1,7 @@
 """The model's layers and losses against plain loops.   python -m pytest tests/test_model.py"""
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 import ann
 from encoder import Config, SpanEncodingLayer
 from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
-from tome import TOME, BatchTOME, coreference_loss, entity_prediction_loss, mlm_loss, predict_entity
+from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
+                  predict_entity)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -46,6 +48,45 @@ def attention_by_hand(H, layer, keys, values, passages, k):
         value = sum(math.exp(score) / total * values[i] for score, i in scores)
         M[row, s] += layer.up.weight @ value + layer.up.bias
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
+
+
+@torch.no_grad()
+def test_fitted_keys_are_white_and_queries_find_them_by_ridge_regression():
+    torch.manual_seed(5)
+    model = BatchTOME(TOME(replace(TINY, max_positions=40)))
+    batches = [read_batch(seed) for seed in range(40)]
+    fit_retrieval(model, batches, self_score=20.0)
+    keys, inputs, queries = [], [[], []], [[], []]
+    for batch in batches:
+        at = [(r, s, e) for r, s, e, linked in zip(*(x.tolist() for x in (batch.row, batch.start, batch.end, batch.entity > 0)))
+              if linked]
+        H = model.tome.initial(model.tome.embeddings(batch.tokens), batch.attention_mask)
+        for block, xs, qs in zip(model.tome.blocks, inputs, queries):
+            span = torch.stack([torch.cat([H[r, s], H[r, e]]) for r, s, e in at])
+            xs.append(span)
+            qs.append(block.memory_attention.query.linear(span))
+            H = block.transformer(H, batch.attention_mask)
+        keys.append(model.encoder.key.linear(torch.stack([torch.cat([H[r, s], H[r, e]]) for r, s, e in at])))
+    keys = torch.cat(keys).double().numpy()
+    np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
+    for xs, qs in zip(inputs, queries):
+        X, Q = torch.cat(xs).double().numpy(), torch.cat(qs).double().numpy()
+        X = X - X.mean(0)
+        ridge = np.sqrt(0.1 * np.mean(np.sum(X ** 2, axis=0))) * np.eye(X.shape[1])
+        W = np.linalg.lstsq(np.vstack([X, ridge]), np.vstack([keys, np.zeros((X.shape[1], 4))]), rcond=None)[0]
+        expected = X @ W
+        expected *= 20 / (expected * keys).sum(1).mean()
+        np.testing.assert_allclose(Q, expected, atol=1e-3 * np.abs(expected).max())
+
+
+def read_batch(seed, n_mentions=6):
+    """A batch of random tokens with mentions at random places; the third mention is not linked."""
+    g = torch.Generator().manual_seed(seed)
+    start = torch.randint(0, 8, (n_mentions,), generator=g)
+    batch = SimpleNamespace(tokens=torch.randint(0, 40, (3, 12), generator=g), attention_mask=torch.ones(3, 12, dtype=bool),
+                            row=torch.arange(n_mentions) % 3, start=start, end=start + 2, entity=torch.arange(n_mentions) + 1)
+    batch.entity[2] = 0
+    return batch
 
 
 @torch.no_grad()
