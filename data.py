@@ -1053,13 +1053,14 @@ def toy_world(seed=0, bridge_sentences=0.0):
                 qa.append(_line("question", _say(rng.choice(relation.questions), subject, noun=noun),
                                 answers=[obj], **info))
                 # A wrong object is that of another fact of this relation, so as frequent as right ones are,
-                # and each fact is claimed rightly and wrongly: nothing but the memory tells them apart.
+                # and each fact is claimed rightly and wrongly: nothing but the memory tells them apart. In
+                # training so in every phrase, each with another wrong object, to be harder to learn by heart.
                 wrong = [o for o in objects[relations[-1]] if o not in (obj, subject, bridge)]
-                if not wrong:
-                    continue
-                for claimed, label in ((obj, "SUPPORTS"), (wrong[rng.integers(len(wrong))], "REFUTES")):
-                    claim = _say(rng.choice(relation.claims), subject, claimed, noun)
-                    claims.append(_line("text", claim, label=label, **info))
+                for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:
+                    for claimed, label in ((obj, "SUPPORTS"), (wrong and rng.choice(wrong), "REFUTES")):
+                        if wrong:
+                            claim = _say(phrase, subject, str(claimed), noun)
+                            claims.append(_line("text", claim, label=label, **info))
             examples[f"qa.{hop}.{name}"] = qa
             examples[f"claims.{hop}.{name}"] = claims if name == "train" else claims[:limit]
     return lines, examples
