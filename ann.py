@@ -23,7 +23,7 @@ import torch.nn.functional as F
 INF = float("inf")
 BLOCK = 16              # scores that are first looked at together, as their maximum
 QUERIES = 1024          # a search of more queries is a loop over so many
-TILE = 2 ** 21          # scores computed at a time in an exact search: they stay in the cache
+TILE = 2 ** 20          # scores computed at a time in an exact search: they stay in the cache
 SCORES = 2 ** 25        # scores held at a time in a bucketed search
 SAMPLE = 256            # points a cluster on which k-means learns
 

@@ -369,10 +369,6 @@ def table_run(folder, name, seed, before):
             python("train.py", "--stage", "finetune", "--task", task, *common, second, "--examples", both,
                    "--start", out / f"{task}.pt")
             figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
-    if name == "tome-1":
-        for task in ("claims", "qa"):
-            figures[task]["sizes"] = [python("eval.py", "--json", "--task", task, "--out", out, "--memory-fraction",
-                                             size)[task][ONE] for size in SIZES]
     data.write_json(path, figures)
     return figures
 
@@ -380,7 +376,7 @@ def table_run(folder, name, seed, before):
 def all_runs(folder, names, n_seeds):
     """{(name, seed): figures}, as many at once as there are cores."""
     jobs, done = [(name, seed) for seed in range(n_seeds) for name in names if seed == 0 or name in MAIN], {}
-    with ThreadPoolExecutor(1 if torch.cuda.is_available() else os.cpu_count()) as pool:
+    with ThreadPoolExecutor(1 if torch.cuda.is_available() else torch.get_num_threads()) as pool:
         for name, seed in jobs:         # in order, so that what a run waits for has begun
             done[name, seed] = pool.submit(table_run, folder, name, seed, lambda n, seed=seed: done[n, seed].result())
         for job in tqdm(as_completed(done.values()), "runs", len(done)):
@@ -411,10 +407,15 @@ def task_table(task, paper):
 
 def size_table(folder, results):
     yield ["fraction of the memory", *(f"{task}: {kind}" for task in ("claims", "questions") for kind in ("seen", "unseen"))]
-    for i, size in enumerate(SIZES):
-        runs = [f for (name, _), f in results.items() if name == "tome-1"]
-        yield [f"{size:.0%}", *([f[task]["sizes"][i][kind]["memory"] for f in runs]
-                                for task in ("claims", "qa") for kind in ("seen", "unseen"))]
+    cells = {size: [] for size in SIZES}
+    for task in ("claims", "qa"):
+        run, tome, memory = open_run(folder / "tome-1-0", task)
+        for split in ("test", "unseen"):
+            examples = train.read_examples(run, task, toy_examples(run, task, ONE, split))
+            for size in SIZES:
+                cells[size].append([task_accuracy(run, tome, task, examples, memory.sample(size))["accuracy"]])
+    for size, row in cells.items():
+        yield [f"{size:.0%}", *row]
 
 
 def unseen_table(folder, results):

@@ -31,7 +31,7 @@ except ImportError:
 
 
 def row(what, ours="", theirs="", floor="", unit="s"):
-    ratio = f"{theirs / ours:.2f}" if ours and theirs else ""
+    ratio = f"{theirs / ours:.2f}" if isinstance(ours, float) and isinstance(theirs, float) else ""
     cells = [f"{x:.3g} {unit}" if isinstance(x, float) else x for x in (ours, theirs)]
     cells += [ratio, f"{floor:.3g} {unit} (ours {ours / floor:.2f} ×)" if isinstance(floor, float) else floor]
     print(f"| {what:<62} |", " | ".join(f"{x:>{n}}" for x, n in zip(cells, (10, 10, 6, 24))), "|", flush=True)
@@ -43,6 +43,7 @@ def race(turns, **functions):
     times = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
+            time.sleep(0.2)             # the last one's threads may still spin, waiting for more
             start = time.perf_counter()
             function()
             if torch.cuda.is_available():

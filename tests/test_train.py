@@ -354,29 +354,31 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     for name, n in (("person", 130), ("city", 40), ("country", 12), ("company", 40), ("film", 90)):
         monkeypatch.setitem(data.COUNTS, name, n)
     lines, examples = data.toy_world(0)
-    known = {line["title"] for line in lines if line["split"] == "train"}
-    world, more = tmp_path / "world", tmp_path / "more.jsonl"
-    data.write_toy(world, [line for line in lines if line["title"] in known], examples)
-    data.write_lines(more, [line for line in lines if line["title"] not in known])
+    questions = [q for q in examples["qa.one_hop.unseen"] if q["relations"][0] in ("director", "star", "location")]
+    films = {q["subject"] for q in questions}               # no passage but their own names them
+    world, more, new = tmp_path / "world", tmp_path / "more.jsonl", tmp_path / "new.jsonl"
+    data.write_toy(world, [line for line in lines if line["title"] not in films], examples)
+    data.write_lines(more, [line for line in lines if line["title"] in films])
+    data.write_lines(new, questions)
     schedule = {"batch-tome": train.Schedule(450, 3e-3, 50, 64), "tome": train.Schedule(120, 2e-3, 20, 64),
                 "qa": train.Schedule(60, 1e-3, 10, 64)}
-    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 450})
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 450, "tied": 1.0})
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
     try:
         out = ("--out", tmp_path / "run")
         assert run("--stage", "tome", *out, "--corpus", world / "corpus.jsonl") == 0
         assert run("--stage", "finetune", "--task", "qa", "--examples", world / "qa.one_hop.train.jsonl", *out) == 0
-        before = question_accuracy(out[1], world / "qa.one_hop.unseen.jsonl")
+        before = question_accuracy(out[1], new)
         assert run("--stage", "memory", "--append", more, *out) == 0
-        after = question_accuracy(out[1], world / "qa.one_hop.unseen.jsonl")
+        after = question_accuracy(out[1], new)
         loaded, tome, table = evaluation.open_run(out[1])
         figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)["masked_mention"]
     finally:
         torch.set_num_threads(threads)
     print(figures, before, after)
-    assert before == 0 and after > 0.3
+    assert before < 0.1 and after > 0.4
     for kind in ("seen", "unseen"):
         controls = max(figures[kind]["emptied"], figures[kind]["shuffled"])
-        assert figures[kind]["memory"] > 2 * controls + 0.05, figures
-        assert figures[kind]["entity"] > 0.4, figures       # eq. 10 names the masked entity
+        assert figures[kind]["memory"] > 1.5 * controls + 0.05, figures
+        assert figures[kind]["entity"] > 0.3, figures       # eq. 10 names the masked entity
