@@ -1040,20 +1040,21 @@ def toy_world(seed=0, bridge_sentences=0.0):
     examples = {}
     for name, limit in dict(train=4000, dev=300, test=500, unseen=500).items():
         world, chain = facts[name == "unseen"], chains[name == "unseen"]
-        objects = {r: [obj for (_, other), obj in world.items() if other == r] for r in RELATIONS}
         hops = dict(one_hop=[(s, [r], None, obj) for (s, r), obj in world.items() if split[s, r] == name],
                     two_hop=[(s, [q, r], bridge, obj) for (s, q, r), (bridge, obj) in chain.items()
                              if split[s, q] == split[bridge, r] == name and (s, q, r) not in told])
         for hop, items in hops.items():
-            qa, claims = [], []
+            qa, claims, objects = [], [], {}
+            for _, relations, _, obj in items:
+                objects.setdefault(relations[-1], []).append(obj)
             for i in rng.permutation(len(items))[:limit]:
                 subject, relations, bridge, obj = items[i]
                 relation, noun = RELATIONS[relations[-1]], RELATIONS[relations[0]].noun if bridge else None
                 info = dict(subject=subject, relations=relations, object=obj, **({"bridge": bridge} if bridge else {}))
                 qa.append(_line("question", _say(rng.choice(relation.questions), subject, noun=noun),
                                 answers=[obj], **info))
-                # A wrong object is that of another fact of this relation, so as frequent as right ones are,
-                # and each fact is claimed rightly and wrongly: nothing but the memory tells them apart. In
+                # A wrong object is that of another fact of this relation and split, so as frequent as right ones
+                # are, and each fact is claimed rightly and wrongly: nothing but the memory tells them apart. In
                 # training so in every phrase, each with another wrong object, to be harder to learn by heart.
                 wrong = [o for o in objects[relations[-1]] if o not in (obj, subject, bridge)]
                 for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:

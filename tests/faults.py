@@ -485,6 +485,7 @@ def fuzz_example(folder, line, task, tokenizer, entity_index):
                                                                      or not line.decode().strip())), said
         return (0, 0, 1) if "holds no" in said else (0, 1, 0)
     assert len(examples) == sum(bool(part.decode().strip()) for part in lines)
+    examples = [e._replace(mentions=e.mentions or []) for e in examples]        # where none are given, none are found
     batch = data.example_batch(examples, task, tokenizer, entity_index, max_length=48)
     assert batch.tokens.shape[1] <= 48 and len(batch.tokens) == len(examples)
     return 1, 0, 0
