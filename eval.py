@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -445,7 +446,7 @@ def ablation_table(rows, paper):
 
 
 def retrieval_table(folder, results):
-    yield ["attention on the same entity", "visible", "masked", "paper"]
+    yield ["attention on the same entity", "visible", "masked", "paper", ""]
     for name, stage, paper in (("no-coreference", "batch-tome", 55), ("tome-1", "batch-tome", ""), ("tome-1", "tome", "")):
         lines = [json.loads(line) for line in (folder / f"{name}-0" / "log.jsonl").read_text().splitlines()]
         last = [line for line in lines if line["stage"] == stage][-1]["seen"]
@@ -506,8 +507,9 @@ def make_tables(folder, names, n_seeds):
         data.write_json(folder / f"{name}.json", {"lines": lines})
         print(f"\n{name}")
         for label, *cells in lines:
-            print(f"| {label:<42} | " + " | ".join(f"{as_text(cell):<{max(11, len(str(head)))}}" for cell, head in
-                                                   zip(cells, lines[0][1:])) + " |")
+            widths = [max(11, len(head)) for head in lines[0][1:]]
+            print(f"| {label:<42} | " + " | ".join(f"{as_text(c):<{w}}" for c, w in zip_longest(cells, widths, fillvalue=""))
+                  + " |")
 
 
 def as_text(cell):

@@ -364,7 +364,7 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
             assert (train if script == "train.py" else evaluation).main([str(a) for a in args]) == 0
         return None if script == "train.py" else json.loads(said.getvalue())
 
-    for name, n in (("person", 60), ("city", 20), ("country", 8), ("company", 20), ("film", 40)):
+    for name, n in (("person", 60), ("city", 20), ("country", 10), ("company", 20), ("film", 40)):
         monkeypatch.setitem(data.COUNTS, name, n)
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     monkeypatch.setattr(evaluation, "python", here)
