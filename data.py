@@ -1057,11 +1057,11 @@ def toy_world(seed=0, bridge_sentences=0.0):
                 # are, and each fact is claimed rightly and wrongly: nothing but the memory tells them apart. In
                 # training so in every phrase, each with another wrong object, to be harder to learn by heart.
                 wrong = [o for o in objects[relations[-1]] if o not in (obj, subject, bridge)]
+                if not wrong:
+                    continue
                 for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:
-                    for claimed, label in ((obj, "SUPPORTS"), (wrong and rng.choice(wrong), "REFUTES")):
-                        if wrong:
-                            claim = _say(phrase, subject, str(claimed), noun)
-                            claims.append(_line("text", claim, label=label, **info))
+                    for claimed, label in ((obj, "SUPPORTS"), (wrong[rng.integers(len(wrong))], "REFUTES")):
+                        claims.append(_line("text", _say(phrase, subject, claimed, noun), label=label, **info))
             examples[f"qa.{hop}.{name}"] = qa
             examples[f"claims.{hop}.{name}"] = claims if name == "train" else claims[:limit]
     return lines, examples
