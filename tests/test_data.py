@@ -549,6 +549,7 @@ def test_articles_that_share_nothing_still_fill_the_clusters(tmp_path):
     assert [len(c) for c in clusters] == [4, 4, 4, 1] and clusters[0][:3].tolist() == [10, 11, 12]
 
 
+@pytest.mark.slow
 def test_clusters_do_not_take_quadratic_time(tmp_path):
     rng = np.random.default_rng(0)
     corpus, _ = build(tmp_path, [line("a b c", *[(i, i + 1, f"E{rng.integers(3000)}") for i in (0, 2, 4)],
@@ -735,6 +736,7 @@ def test_a_claims_object_tells_nothing_without_the_memory(toy):
         assert abs(right / len(test) - .5) < .08
 
 
+@pytest.mark.slow
 def test_bridge_sentences_hide_the_bridge_and_their_chains_are_in_no_example(toy):
     lines, examples = data.toy_world(4, bridge_sentences=.3)
     assert {p["title"] for p in lines} != {p["title"] for p in toy[0]}      # another seed is another world
@@ -757,6 +759,7 @@ def test_bridge_sentences_hide_the_bridge_and_their_chains_are_in_no_example(toy
         assert not any(sentence in text.lower() for sentence in told for text in texts[e["subject"]])
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run):
     assert run("toy", "--out", tmp_path / "a", "--seed", 3).returncode == 0
     names = {f"{task}.{hops}.{split}.jsonl" for task in ("claims", "qa") for hops in ("one_hop", "two_hop")

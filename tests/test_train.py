@@ -112,6 +112,7 @@ def test_tome_2_has_two_memory_layers_and_trains(small_world, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("task", ["claims", "qa"])
+@pytest.mark.slow
 def test_fine_tuning_keeps_the_best_dev_checkpoint(trained, small_world, tmp_path, task):
     _, examples = data.toy_world(seed=3)
     names = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
@@ -250,6 +251,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
     """Same batches, same losses, same gradients: after four steps of each stage the weights agree."""
     worker = tmp_path / "worker.py"
@@ -270,6 +272,7 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
 
 
 @pytest.mark.parametrize("memory", ["entities", "none"])
+@pytest.mark.slow
 def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path, memory, capsys):
     out = ("--out", tmp_path / "run")
     assert run("--stage", "tome", "--corpus", small_world, "--set", f"memory={memory}", *out) == 0
@@ -285,6 +288,7 @@ def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path,
     assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
 
 
+@pytest.mark.slow
 def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
     first = weights(trained / "tome.pt")
     (trained / "tome.pt").rename(trained / "other.pt")
@@ -305,6 +309,7 @@ def question_accuracy(out, path):
     return train.task_accuracy(loaded, tome, "qa", train.read_examples(loaded, "qa", path), table)["accuracy"]
 
 
+@pytest.mark.slow
 def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
     shutil.rmtree(trained / "memory")
