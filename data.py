@@ -29,7 +29,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import Iterator, NamedTuple
 from xml.parsers import expat
@@ -426,11 +426,11 @@ class Corpus:
         Raises DataError for a bad line, an empty corpus, one without a linked mention, a wrong folder."""
         return Corpus._write(folder, path, tokenizer, passage_length, max_length)
 
-    def extend(self, path, folder, tokenizer) -> "Corpus":
-        """Tokenises more text behind this corpus, which lies in `folder`: none of it is trained on, what was there keeps
-        its numbers. meta["grew_from"] remembers what it was before: fingerprint, P, and the checksum of that text.
+    def extend(self, path, tokenizer) -> "Corpus":
+        """Tokenises more text behind this corpus, in its folder: none of it is trained on, what was there keeps its
+        numbers. meta["grew_from"] remembers what it was before: fingerprint, P, and the checksum of that text.
         Errors as build's."""
-        return Corpus._write(folder, path, tokenizer, self.meta["passage_length"], self.meta["max_length"], self)
+        return Corpus._write(self.folder, path, tokenizer, self.meta["passage_length"], self.meta["max_length"], self)
 
     @staticmethod
     def _write(folder, path, *args):
@@ -448,6 +448,15 @@ class Corpus:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return Corpus(folder)
+
+    @cached_property
+    def entity_index(self):
+        """{name: number} of the entities."""
+        return {name: i for i, name in enumerate(self.entity_names)}
+
+    def passage_entities(self, p):
+        """Entity numbers of a passage's mentions; 0 = not linked."""
+        return self.mention_entity[self.mention_first[p]:self.mention_first[p + 1]]
 
     def passage_of(self, mentions):
         """Passage numbers of corpus mention numbers."""
@@ -476,7 +485,7 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length, base=None
         titles, entities = ({name: i for i, name in enumerate(names)} for names in (base.titles, base.entity_names))
         counts, dropped = Counter(base.meta["counts"]), Counter(base.meta["dropped"])
         entity_count = Counter(dict(enumerate(base.entity_count.tolist())))
-        grew_from = [*base.meta.get("grew_from", []), {"corpus": base.fingerprint, "passages": len(base.article),
+        grew_from = [*base.meta["grew_from"], {"corpus": base.fingerprint, "passages": len(base.article),
                                                        "file": checksum(path)}]
         for name in Corpus.ARRAYS.keys() - {"entity_count"}:
             shutil.copyfile(base.path(name), os.path.join(folder, name + ".bin"))

@@ -155,12 +155,11 @@ def bm25_recall(run, bm25, examples):
     such a memory. That favours BM25, which is shown all the mentions of 20 passages, and is how the paper compares,
     but for one thing: its baselines have a hit wherever the answer's words stand, ours needs the linked mention."""
     corpus, hits = run.corpus, 0
-    entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    entity_index = corpus.entity_index
     for example in examples:
         answers = [entity_index[a] for a in example.answers if a in entity_index]
         found, _ = bm25.search(run.tokenizer.encode(example.text, add_special_tokens=False).ids)
-        hits += any(np.isin(corpus.mention_entity[corpus.mention_first[p]:corpus.mention_first[p + 1]], answers).any()
-                    for p in found)
+        hits += any(np.isin(corpus.passage_entities(p), answers).any() for p in found)
     return hits / len(examples)
 
 
@@ -215,7 +214,7 @@ def show_masked(run, tome, memory, n=5):
 def show_examples(run, tome, memory, task, examples):
     """What the model makes of examples, and what their mentions retrieved: a list of Shown. task None: read only."""
     tome.eval()
-    entity_index, shown = {name: i for i, name in enumerate(run.corpus.entity_names)}, []
+    entity_index, shown = run.corpus.entity_index, []
     for example in examples:
         batch = data.example_batch([example], task or "claims", run.tokenizer, entity_index,
                                    max_length=run.settings.max_length).to(run.device)
@@ -292,29 +291,31 @@ def html_page(run, shown):
 # ---------------------------------------------------------------------------------------------------------------------
 # The paper's tables in miniature, on the toy world: --table all, or one by its name
 
-RUNS = {    # what train.py gets besides --out and --seed, and the run whose first stages it shares. {0}: the tables' folder
-    "tome-1": ([], None),
-    "tome-2": (["--blocks", "2"], None),
-    "entities-as-experts": (["--set", "memory=entities"], None),
-    "no-memory": (["--set", "memory=none"], None),
-    "all-entities": ([], None),                         # the second world is trained on too
-    "no-coreference": (["--set", "coref_weight=0"], None),
-    "no-entity-prediction": (["--set", "entity_weight=0"], "tome-1"),
-    "from-warm-up": (["--start", "{0}/no-memory-0/tome.pt"], "tome-1"),
-    "from-scratch": (["--start", "scratch"], "tome-1"),
+# What train.py gets besides --out and --seed ({0}: the tables' folder), and the runs that come before: the first one's
+# stages before tome are shared.
+RUNS = {
+    "tome-1": ([], []),
+    "tome-2": (["--blocks", "2"], []),
+    "entities-as-experts": (["--set", "memory=entities"], []),
+    "no-memory": (["--set", "memory=none"], []),
+    "all-entities": ([], []),                         # the second world is trained on too
+    "no-coreference": (["--set", "coref_weight=0"], []),
+    "no-entity-prediction": (["--set", "entity_weight=0"], ["tome-1"]),
+    "from-warm-up": (["--start", "{0}/no-memory-0/tome.pt"], ["tome-1", "no-memory"]),
+    "from-scratch": (["--start", "scratch"], ["tome-1"]),
 }
 MAIN = list(RUNS)[:4]       # with every seed; the others with the first
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO = "one_hop", "two_hop"
 
 
-def python(script, *args, text=False):
-    """Runs a script of this folder on one thread, so that as many as there are cores run at once. Its JSON, or text."""
+def python(script, *args):
+    """Runs a script of this folder on one thread, so that as many as there are cores run at once. eval.py's JSON."""
     command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"{' '.join(command[1:])}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
-    return done.stdout if text or script == "train.py" else json.loads(done.stdout)
+    return json.loads(done.stdout) if script == "eval.py" else None
 
 
 def share(folder, base, names):
@@ -340,25 +341,25 @@ def make_world(folder, seed, all_entities=False):
 def table_run(folder, name, seed, before):
     """Trains and evaluates one run and leaves its figures in figures.json; nothing that is there is done again.
     before(name): waits for another run of this seed."""
-    (args, base), out = RUNS[name], folder / f"{name}-{seed}"
+    (args, needs), out = RUNS[name], folder / f"{name}-{seed}"
     path, shared = out / "figures.json", ("world", "corpus", "batch-tome.pt", "memory")
     if path.exists():
         return data.read_json(path)
     common = ["--seed", seed, "--out"]
-    make_world(out, seed, name == "all-entities")
-    if base:
-        before(base)
-        share(out, folder / f"{base}-{seed}", shared)
-        run = train.read_run_file(folder / f"{base}-{seed}")
+    for earlier in needs:
+        before(earlier)
+    if needs:
+        base = folder / f"{needs[0]}-{seed}"
+        share(out, base, shared)
+        run = train.read_run_file(base)
         run["set"] = dict(train.one_setting(value) for flag, value in zip(args, args[1:]) if flag == "--set")
         data.write_json(out / "run.json", run)
-    if name == "from-warm-up":
-        before("no-memory")
+    else:
+        make_world(out, seed, name == "all-entities")
     python("train.py", "--stage", "tome", *common, out, *(arg.format(folder) for arg in args))
     figures = {"masked": python("eval.py", "--json", "--out", out)}
-    start = args[:2] if "--start" not in args else []
     for task in ("claims", "qa"):
-        python("train.py", "--stage", "finetune", "--task", task, *common, out, *start)
+        python("train.py", "--stage", "finetune", "--task", task, *common, out)
         figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
         if name in MAIN:            # two hops: from the model of one hop, on examples of both
             second = folder / f"{name}-{seed}-two-hops"
@@ -387,12 +388,9 @@ def all_runs(folder, names, n_seeds):
 
 def figure(results, name, *path):
     """One figure of a run: a list of its values, one a seed."""
-    values = []
-    for (run, _), value in results.items():
-        for key in path if run == name else ():
-            value = value.get(key) if value is not None else None
-        if run == name and value is not None:
-            values.append(value)
+    values = [value for (run, _), value in results.items() if run == name]
+    for key in path:
+        values = [value[key] for value in values if key in value]
     return values
 
 
@@ -456,8 +454,8 @@ def retrieval_table(folder, results):
         out = folder / f"{name}-0{'-two-hops' if hops == TWO else ''}"
         run, tome, memory = open_run(out, "claims")
         examples = train.read_examples(run, "claims", toy_examples(run, "claims", hops))
-        share = deciding(run, tome, memory, examples)
-        yield [f"{name}, {hops.replace('_', ' ')}", *([share[cell]] if cell in share else "" for cell in
+        states = deciding(run, tome, memory, examples)
+        yield [f"{name}, {hops.replace('_', ' ')}", *([states[cell]] if cell in states else "" for cell in
                                                      ((1, 1), (1, 2), (2, 1), (2, 2)))]
 
 
@@ -465,7 +463,7 @@ def retrieval_table(folder, results):
 def deciding(run, tome, memory, examples):
     """{(layer, n): share of the toy world's examples where the best memory of one of the mentions, in that layer, stands
     in a passage that states the n-th fact}: that links both its subject and its object."""
-    corpus, index, hits = run.corpus, {name: i for i, name in enumerate(run.corpus.entity_names)}, {}
+    index, hits = run.corpus.entity_index, {}
     for example in examples:
         batch = data.example_batch([example], "claims", run.tokenizer, index,
                                    max_length=run.settings.max_length).to(run.device)
@@ -473,7 +471,7 @@ def deciding(run, tome, memory, examples):
         chain = [index[example.info[name]] for name in ("subject", "bridge", "object") if name in example.info]
         for layer, retrieved in enumerate(found, 1):
             best = retrieved.ids[:, 0]
-            linked = [set(corpus.mention_entity[corpus.mention_first[p]:corpus.mention_first[p + 1]].tolist())
+            linked = [set(run.corpus.passage_entities(p).tolist())
                       for p in memory.passage[best[best >= 0]].unique().tolist()]
             for n, fact in enumerate(zip(chain, chain[1:]), 1):
                 hits.setdefault((layer, n), []).append(any(entities.issuperset(fact) for entities in linked))

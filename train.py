@@ -69,8 +69,8 @@ class Settings:
     clip: float = 1.0
     frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn them alone costs
                                     # Adam a thousand steps on real text; on the toy world it gains nothing
-    span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]), in this
-    tied: float = 0.0               # share of batch-tome's steps
+    span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]) …
+    tied: float = 0.0               # … for this share of batch-tome's steps, its first ones
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
     log_every: int = 1000
     save_every: int = 1000
@@ -91,8 +91,8 @@ PRESETS = {
                  schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
-    # weights start as in init_retrieval, and in batch-tome the span layers that retrieve learn at a tenth of the rate,
-    # so that the coreference gradient moves the body instead of tearing query and key apart.
+    # weights start as in init_retrieval, and in the first half of batch-tome the span layers that retrieve learn at a
+    # tenth of the rate, so that the coreference gradient moves the body instead of tearing query and key apart.
     "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, max_positions=128, key_dim=64,
                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
@@ -179,8 +179,6 @@ def make_run(args):
     """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
     out = Path(args.out or f"runs/{args.preset or 'toy'}")
     old = read_run_file(out) if (out / "run.json").exists() else None
-    if old is not None:
-        old.setdefault("set", {})
     wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
               "corpus": args.corpus and os.path.abspath(args.corpus), "init": args.init and os.path.abspath(args.init)}
     if old is not None:
@@ -633,7 +631,10 @@ def stage_batch_tome(run, schedule):
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device), mentions)
 
-    train_stage(run, "batch-tome", new_batch_tome(run), schedule, next_batch, losses, evaluate, {})
+    # one that goes on gets its weights from its checkpoint: a BERT need not be read, nor fitted to, again
+    begun = (run.out / "batch-tome.pt").exists()
+    model = BatchTOME(TOME(run.config)) if begun else new_batch_tome(run)
+    train_stage(run, "batch-tome", model, schedule, next_batch, losses, evaluate, {})
 
 
 def evaluate_memory(run, tome, memory, mentions):
@@ -654,7 +655,7 @@ def stage_memory(run, more=None):
     past = [earlier["file"] for earlier in run.corpus.meta["grew_from"]]
     if more and checksum(more) not in past:         # else a command that was cut off is run again
         if ann.rank_and_size()[0] == 0:
-            run.corpus.extend(more, run.corpus.folder, run.tokenizer)
+            run.corpus.extend(more, run.tokenizer)
         ann.barrier()
         n, run.corpus = len(run.corpus.article), data.Corpus.open(run.corpus.folder)
         say(f"memory: {len(run.corpus.article) - n:,} passages of {more} added to {n:,}.")
@@ -769,7 +770,7 @@ def stage_finetune(run, task, schedule, examples_path, start=None):
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
-    entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    entity_index = corpus.entity_index
     if task == "qa":    # a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)
         n, examples = len(examples), [e for e in examples if any(a in entity_index for a in e.answers)]
         say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of the corpus "
@@ -827,7 +828,7 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
     attend: False switches the memory layers off; the answer to a question is still looked up."""
     tome.eval()
     corpus, right, recalled = run.corpus, [], []
-    entity_index = {name: i for i, name in enumerate(corpus.entity_names)}
+    entity_index = corpus.entity_index
     article_index = {title: i for i, title in enumerate(corpus.titles)}
     if without:
         memory = memory.by_article(corpus.article)
@@ -950,12 +951,12 @@ def train(args):
         if not last:
             say(f"Stage {stage} comes first.")
         started = time.time()
-        schedule = run.settings.schedule.get(args.task if stage == "finetune" else stage)
+        name = args.task if stage == "finetune" else stage
+        schedule = run.settings.schedule.get(name)
         if stage == "tome" and baseline:        # as many steps as TOME has had then
             first = run.settings.schedule["batch-tome"]
             schedule = replace(first, steps=first.steps + schedule.steps)
         if schedule is not None:        # --steps and --batch, or what this stage was started with, or the preset's
-            name = args.task if stage == "finetune" else stage
             begun = load_checkpoint(run.out / f"{name}.pt", name, run) or asdict(schedule)
             steps, batch = ((getattr(args, name) if last else None) or begun[name] for name in ("steps", "batch"))
             rate = run.settings.bert_rate if run.init and stage != "finetune" else 1.0

@@ -358,7 +358,7 @@ def test_cells_are_means_over_seeds():
 @pytest.mark.slow
 def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
     """Models of a few steps: that cells are there, not what they say."""
-    def here(script, *args, text=False):
+    def here(script, *args):
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             assert (train if script == "train.py" else evaluation).main([str(a) for a in args]) == 0
@@ -393,8 +393,9 @@ def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
 
 def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():
     """Three passages; the best memory of the only mention stands in one that links subject and bridge, not the answer."""
-    corpus = types.SimpleNamespace(entity_names=["", "S", "B", "O"], mention_entity=np.array([1, 2, 2, 3, 1]),
-                                   mention_first=np.array([0, 2, 4, 5]))
+    corpus = data.Corpus.__new__(data.Corpus)
+    corpus.entity_names, corpus.mention_entity = ["", "S", "B", "O"], np.array([1, 2, 2, 3, 1])
+    corpus.mention_first = np.array([0, 2, 4, 5])
     memory = types.SimpleNamespace(passage=torch.tensor([0, 0, 1, 1, 2]))
     found = [types.SimpleNamespace(ids=torch.tensor([[0, 4]])), types.SimpleNamespace(ids=torch.tensor([[2, 0]]))]
     run = types.SimpleNamespace(corpus=corpus, tokenizer=None, device="cpu", settings=types.SimpleNamespace(max_length=9))
