@@ -17,12 +17,14 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import data
 import train
@@ -496,13 +498,28 @@ TABLES = {      # the runs that each needs, and its lines: a heading, then a lab
 }
 
 
-def make_tables(folder, names, n_seeds):
-    """Trains what the tables need, prints them and leaves each in folder/NAME.json."""
+def plot(path, heading, rows):
+    """Draws columns of rows (label "20%", values over seeds) against their labels, as figure 2 of the paper."""
+    from matplotlib.figure import Figure        # optional: no display and no global state, only a file
+    axes = (figure := Figure()).subplots()
+    for name, *column in zip(heading[1:], *(row[1:] for row in rows)):
+        axes.plot([float(row[0].rstrip("%")) for row in rows], [np.mean(cell) for cell in column], "o-", label=name)
+    axes.set(xlabel=f"{heading[0]}, %", ylabel="accuracy", ylim=(0, 1.02))
+    axes.legend()
+    figure.savefig(path)
+
+
+def make_tables(folder, names, n_seeds, with_plot=False):
+    """Trains what the tables need, prints them and leaves each in folder/NAME.json; with_plot: sizes in sizes.png too."""
+    if with_plot and not find_spec("matplotlib"):        # before hours of training
+        raise RunError("--plot draws with matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
     folder.mkdir(parents=True, exist_ok=True)
     results = all_runs(folder, [name for name in RUNS if any(name in TABLES[table][0] for table in names)], n_seeds)
     for name in names:
         lines = list(TABLES[name][1](folder, results))
         data.write_json(folder / f"{name}.json", {"lines": lines})
+        if with_plot and name == "sizes":
+            plot(folder / "sizes.png", lines[0], lines[1:])
         print(f"\n{name}")
         for label, *cells in lines:
             widths = [max(11, len(head)) for head in lines[0][1:]]
@@ -627,6 +644,7 @@ def main(argv=None):
     train.add_search_arguments(parser)
     parser.add_argument("--table", choices=("all", *TABLES), help="train what this table of the paper needs, on the toy "
                         "world, and print it; hours")
+    parser.add_argument("--plot", action="store_true", help="draw the table of sizes too, runs/tables/sizes.png")
     parser.add_argument("--seeds", type=train.whole(1), default=3, help="of the tables' main rows")
     args = parser.parse_args(argv)
     if args.ask:
@@ -635,11 +653,14 @@ def main(argv=None):
         parser.error("--memory-fraction wants a number from 0 to 1")
     if args.examples and not args.task:
         parser.error("--examples wants --task qa or --task claims")
+    if args.plot and args.table not in ("all", "sizes"):
+        parser.error("--plot goes with --table sizes or all")
     if args.html and args.show is None:
         parser.error("--html goes with --show or --ask")
     try:
         if args.table:
-            make_tables(Path("runs/tables"), list(TABLES) if args.table == "all" else [args.table], args.seeds)
+            make_tables(Path("runs/tables"), list(TABLES) if args.table == "all" else [args.table], args.seeds,
+                        args.plot)
             return 0
         run, tome, memory = open_run(args.out, args.task, args.device, args.search, args.n_search)
         if isinstance(memory, MentionMemory):

@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from collections import Counter
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -355,6 +356,15 @@ def test_cells_are_means_over_seeds():
         "0.75 ± 0.25", "0.25", "-", "66.6", ""]
 
 
+class InTurn(contextlib.nullcontext):
+    """An executor without threads: train.main answers signals, which only the main thread can."""
+
+    def submit(self, work, *args):
+        future = Future()
+        future.set_result(work(*args))
+        return future
+
+
 @pytest.mark.slow
 def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
     """Models of a few steps: that cells are there, not what they say."""
@@ -368,12 +378,13 @@ def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(data.COUNTS, name, n)
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     monkeypatch.setattr(evaluation, "python", here)
+    monkeypatch.setattr(evaluation, "ThreadPoolExecutor", lambda n: InTurn(InTurn()))
     monkeypatch.setattr(evaluation, "SIZES", (0.5, 1.0))
-    results, order = {}, []
-    for name in ("tome-1", "no-memory", "from-warm-up"):
-        results[name, 0] = evaluation.table_run(tmp_path, name, 0, order.append)
-        assert evaluation.table_run(tmp_path, name, 0, order.append) == results[name, 0]     # what is there is not done again
-    assert order == ["tome-1", "no-memory"]
+    names = ["tome-1", "no-memory", "from-warm-up"]
+    results = evaluation.all_runs(tmp_path, names, 1)
+    assert [name for name, _ in results] == names
+    monkeypatch.setattr(evaluation, "python", None)                         # what is there is not done again
+    assert evaluation.all_runs(tmp_path, names, 1) == results
     base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt") for name in ("tome-1", "from-warm-up"))
     assert all(torch.equal(base[key], shared[key]) for key in base)
     monkeypatch.setattr(evaluation, "all_runs", lambda *_: results)
@@ -389,6 +400,31 @@ def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
                 assert not isinstance(cell, list) or all(0 <= value <= 1 for value in cell), (name, row)
     claims = {row[0]: row[1:] for row in data.read_json(tmp_path / "claims.json")["lines"]}
     assert all(claims["tome-1"][:6]) and claims["no-memory"][0] and not claims["no-memory"][2]   # nothing to take away
+
+
+def test_a_plot_is_drawn_where_matplotlib_is_installed(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    heading, rows = ["fraction", "seen", "unseen"], [["2%", [0.1, 0.2], [0.05]], ["100%", [0.9, 0.8], [0.7]]]
+    from matplotlib.axes import Axes
+    draw, drawn = Axes.plot, []
+
+    def recorded(self, x, y, *args, label):
+        drawn.append((label, x, [round(v, 9) for v in y]))
+        return draw(self, x, y, *args, label=label)
+
+    monkeypatch.setattr(Axes, "plot", recorded)
+    evaluation.plot(tmp_path / "sizes.png", heading, rows)
+    assert drawn == [("seen", [2, 100], [0.15, 0.85]), ("unseen", [2, 100], [0.05, 0.7])]
+    assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    assert evaluation.main(["--table", "sizes", "--plot"]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    with pytest.raises(SystemExit):
+        evaluation.main(["--table", "claims", "--plot"])
 
 
 def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import ann
 import data
