@@ -235,12 +235,13 @@ def fit_retrieval(model, batches, self_score=20.0):
         X = torch.cat(seen)
         X_mean, X = X.mean(0), X - X.mean(0)
         gram = X.T @ X
-        W_query = torch.linalg.solve(gram + 0.1 * gram.diag().mean() * torch.eye(len(gram)), X.T @ keys).T
+        ridge = 0.1 * gram.diag().mean().clamp(min=1e-6)
+        W_query = torch.linalg.solve(gram + ridge * torch.eye(len(gram), device=X.device), X.T @ keys).T
         W_query *= self_score / (X @ W_query.T * keys).sum(1).mean().clamp(min=1e-6)
         query = block.memory_attention.query.linear
         query.weight.copy_(W_query)
         query.bias.copy_(-W_query @ X_mean)
-    start_like_keys(model, [model.coref, tome.answer])
+    start_like_keys(model, [tome.answer])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

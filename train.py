@@ -70,8 +70,10 @@ class Settings:
     frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn them alone costs
                                     # Adam a thousand steps on real text; on the toy world it gains nothing
     span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]) …
-    tied: float = 0.0               # … for this share of batch-tome's steps, its first ones
+    tied: float = 0.0               # … for this share of batch-tome's steps with the memory, its first ones
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
+    memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
+                                    # learns what its new markers stand around; then retrieval is fitted to it
     log_every: int = 1000
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -86,8 +88,8 @@ PRESETS = {
     "mini": dict(hidden=128, n_heads=8, intermediate=512, n_initial=3, n_block=1, max_positions=256, key_dim=64,
                  value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                  passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
-                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, bert_rate=0.1, log_every=100, save_every=100,
-                 eval_mentions=300,
+                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=1.0, bert_rate=0.1, memory_from=0.75,
+                 log_every=100, save_every=100, eval_mentions=300,
                  schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
@@ -139,6 +141,10 @@ class Run:
             path = self.out / "log.jsonl"
             before = path.read_bytes() if path.exists() else b""
             write_atomically(path, lambda file: file.write(before + json.dumps(record).encode() + b"\n"))
+
+    def first_with_memory(self, schedule):
+        """The step of batch-tome from which on the memory is attended."""
+        return int(schedule.steps * self.settings.memory_from) if self.init else 0
 
     @property
     def belongs(self):
@@ -316,11 +322,6 @@ def new_batch_tome(run):
         model.tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     if not init:
         init_retrieval(model, run.corpus.special)
-    elif run.config.memory == "mentions":
-        say("Fitting the first queries and keys to the BERT's layers.")
-        sample = np.random.default_rng(run.seed).permutation(len(run.corpus.article))[:768]
-        fit_retrieval(model, [data.make_batch(run.corpus, sample[i:i + 32], None, 0, 0, None)
-                              for i in range(0, len(sample), 32)])
     return model
 
 
@@ -458,6 +459,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     model.to(device).train()
     optimizer = optimizer_for(model, schedule, settings)
     step, best, sums = 0, None, {}                  # sums: of what is logged next
+    first = run.first_with_memory(schedule)
     checkpoint = load_checkpoint(path, stage, run)
     if checkpoint is not None:
         for name in ("steps", "batch"):
@@ -496,7 +498,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     while step < schedule.steps:
         lr = schedule.lr * min((step + 1) / max(schedule.warmup, 1),
                                (schedule.steps - step) / max(schedule.steps - schedule.warmup, 1))
-        tied = stage == "batch-tome" and step < schedule.steps * settings.tied
+        tied = stage == "batch-tome" and 0 <= step - first < (schedule.steps - first) * settings.tied
         for group in optimizer.param_groups:
             group["lr"] = lr * (settings.span_rate if tied and group["retrieves"] else 1.0)
         torch.manual_seed(zlib.crc32(f"{run.seed} {stage} {step} {rank}".encode()))              # dropout
@@ -614,13 +616,25 @@ def stage_batch_tome(run, schedule):
     frequent = torch.from_numpy(np.asarray(corpus.entity_count) >= max(bar, 1)).to(run.device)
     mentions = sample_eval_mentions(run, settings.eval_mentions)
     support = supporting_passages(corpus, mentions)
+    # one that goes on gets its weights from its checkpoint: a BERT need not be read again
+    begun = (run.out / "batch-tome.pt").exists()
+    model = BatchTOME(TOME(run.config)) if begun else new_batch_tome(run)
+    attends = True
 
     def next_batch(step):
+        nonlocal attends
+        attends = step >= run.first_with_memory(schedule)
+        if run.init and step == run.first_with_memory(schedule) and run.config.memory == "mentions":
+            say("Fitting queries and keys to the BERT's layers.")
+            sample = np.random.default_rng(run.seed).permutation(passages)[:768]
+            fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None).to(run.device)
+                                         for part in np.array_split(sample, -(-len(sample) // 32))])
+            model.train()
         return data.make_batch(corpus, epochs.at(step, schedule.batch), np.random.default_rng([run.seed, 1, step]),
                                settings.mention_rate, settings.token_rate, settings.mentions)
 
     def losses(model, batch):
-        H, _ = model(batch)
+        H, _ = model(batch, attends)
         z = model.coref(H, batch.row, batch.start, batch.end)
         return {"mlm": (1 - settings.coref_weight, mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)),
                 "coref": (settings.coref_weight,
@@ -631,9 +645,6 @@ def stage_batch_tome(run, schedule):
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device), mentions)
 
-    # one that goes on gets its weights from its checkpoint: a BERT need not be read, nor fitted to, again
-    begun = (run.out / "batch-tome.pt").exists()
-    model = BatchTOME(TOME(run.config)) if begun else new_batch_tome(run)
     train_stage(run, "batch-tome", model, schedule, next_batch, losses, evaluate, {})
 
 

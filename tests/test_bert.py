@@ -221,6 +221,41 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     assert ("has no MLM head: made a fresh one" in capsys.readouterr().out) == (n_blocks == 2)
 
 
+def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_once(tmp_path, monkeypatch):
+    """Four steps, memory_from .5, stopped and taken up again after the third: the memory is attended from the third on, and
+    only just before it are query and key layers set."""
+    write_bert(tmp_path / "bert", random_bert())
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
+                                               "save_every": 1, "eval_mentions": 4})
+    attended, fitted = [], []
+    forward, fit, save = BatchTOME.forward, train.fit_retrieval, train.save_checkpoint
+
+    def watched_forward(self, batch, use_memory=True):
+        attended.append(use_memory)
+        return forward(self, batch, use_memory)
+
+    def watched_fit(model, batches):
+        keys = model.encoder.key.linear.weight.clone()
+        fit(model, batches)
+        fitted.append((len(attended), not torch.equal(keys, model.encoder.key.linear.weight)))
+
+    def stop_after_the_third(path, **values):
+        save(path, **values)
+        if values["step"] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchTOME, "forward", watched_forward)
+    monkeypatch.setattr(train, "fit_retrieval", watched_fit)
+    monkeypatch.setattr(train, "save_checkpoint", stop_after_the_third)
+    command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
+               "--out", str(tmp_path / "run"), "--steps", "4", "--batch", "8"]
+    with pytest.raises(KeyboardInterrupt):
+        train.main(command)
+    monkeypatch.setattr(train, "save_checkpoint", save)
+    assert train.main(command) == 0
+    assert attended == [False, False, True, True] and fitted == [(2, True)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What can be wrong
 
