@@ -96,8 +96,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     if query_passage is not None:
         query_passage = query_passage.masked_fill(query_passage < 0, -2)             # -2: no key has it
     queries = queries.float().T                                                      # (d, Q)
-    # The first tile is larger: it alone has no bar to clear.
-    first_chunk, chunk = 8192, min(32768, max(1024, TILE // Q)) // BLOCK * BLOCK
+    # The first tile is larger: it alone has no bar to clear, and sets a high one.
+    first_chunk, chunk = 32768, min(32768, max(1024, TILE // Q)) // BLOCK * BLOCK
     tile = torch.empty(min(-(-N // BLOCK) * BLOCK, max(first_chunk, chunk)), Q, device=device)
     bar = torch.full((Q,), -INF, device=device)         # only a score above it can be among the k best
     found, n_found, start = [], 0, 0
@@ -108,7 +108,9 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         torch.mm(part, queries, out=scores[:n])
         scores[n:] = -INF
         if start == 0 and query_passage is not None:
-            scores[:n].masked_fill_(take(key_passage, slice(n), device)[:, None] == query_passage, -INF)
+            own = take(key_passage, slice(n), device)
+            own_row = torch.isin(own, query_passage).nonzero()[:, 0]                 # keys of some query's passage: few
+            scores[own_row] = scores[own_row].masked_fill(own[own_row, None] == query_passage, -INF)
         # Beside the product, a tile can be read once, no more: take the best of each block of BLOCK keys, and
         # look only into the blocks whose best is above the bar. After the first tile these are few.
         scores = scores.view(blocks, BLOCK, Q)
