@@ -224,16 +224,22 @@ def show_examples(run, tome, memory, task, examples):
         says = ""
         if task == "claims":
             probabilities = claim_logits(tome, batch, memory).softmax(-1)[0]
-            says = f"{data.CLAIM_LABELS[int(probabilities.argmax())]}   (probability {float(probabilities.max()):.2f})"
+            truth = [] if example.label is None else [data.CLAIM_LABELS[example.label]]
+            says = verdict(data.CLAIM_LABELS[int(probabilities.argmax())], probabilities.max(), truth)
         elif task == "qa":
             found = answer_question(tome, batch, memory)
             best = predict_entity(found.scores, found.entity)
             name = run.corpus.entity_names[int(best.entity[0])] or "nothing"
-            says = f"{name}   (probability {float(best.probability[0]):.2f})"
+            says = verdict(name, best.probability[0], example.answers)
             weights = attention_weights(found.scores)[0]
             mentions[int(batch.answer_mention)][1].append(("answer", heaviest(memory, weights, found.ids[0], 3)))
         shown.append(Shown(example.text, says, mentions))
     return shown
+
+
+def verdict(says, probability, truth):
+    right = f"; {'right' if says in truth else 'wrong'}" if truth else ""
+    return f"{says}   (probability {float(probability):.2f}{right})"
 
 
 def example_of(run, text):
@@ -459,6 +465,11 @@ def retrieval_table(folder, results):
         states = deciding(run, tome, memory, examples)
         yield [f"{name}, {hops.replace('_', ' ')}", *([states[cell]] if cell in states else "" for cell in
                                                      ((1, 1), (1, 2), (2, 1), (2, 2)))]
+    yield ["tome-2, first test claims about two facts", "layer 1: best memory", "layer 2"]      # the last model above
+    for item in show_examples(run, tome, memory, "claims", examples[:5]):
+        yield [f"{item.text} {item.says}"]
+        for words, layers in item.mentions:
+            yield [f"    {words}", *(run.corpus.show_mention(memories[0][1]) if memories else "-" for _, memories in layers)]
 
 
 @torch.no_grad()

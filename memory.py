@@ -252,10 +252,10 @@ def build_memory(encoder, corpus, folder, device, dtype=np.float32):
         return record_of[shard].exists() and any(read_record(record_of[shard]).items() >= (
             belongs | {"corpus": fingerprint}).items() for fingerprint in [*full, corpus.fingerprint])
 
-    missing = [shard for shard in range(rank, n_shards, size) if not is_there(shard)]
-    progress = tqdm(total=len(missing) * PASSAGES_PER_SHARD, desc="memory", unit=" passages", disable=rank > 0)
-    for shard in missing:
-        passages = np.arange(shard * PASSAGES_PER_SHARD, min((shard + 1) * PASSAGES_PER_SHARD, n_passages))
+    missing = {shard: np.arange(shard * PASSAGES_PER_SHARD, min((shard + 1) * PASSAGES_PER_SHARD, n_passages))
+               for shard in range(rank, n_shards, size) if not is_there(shard)}
+    progress = tqdm(total=sum(map(len, missing.values())), desc="memory", unit=" passages", disable=rank > 0)
+    for shard, passages in missing.items():
         rows = encode_passages(encoder, corpus, passages, device, dtype, progress=progress)
         sums = {}
         for name, array in rows.items():

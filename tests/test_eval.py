@@ -295,6 +295,12 @@ def test_what_is_shown_is_what_each_layer_retrieved(run, capsys):
         assert not line.startswith("    layer") or re.search(r"layer \d  \d\.\d\d  .+: .*\[.+\]", line)
 
 
+def test_what_the_model_says_is_judged_where_the_truth_is_known():
+    assert evaluation.verdict("Ada", 0.456, ["Bo", "Ada"]) == "Ada   (probability 0.46; right)"
+    assert evaluation.verdict("Ada", 1, ["Bo"]) == "Ada   (probability 1.00; wrong)"
+    assert evaluation.verdict("Ada", 0, []) == "Ada   (probability 0.00)"
+
+
 def test_held_out_mentions_are_shown_by_number(run, capsys):
     assert evaluate(run, "--show", 2) == 0
     printed = capsys.readouterr().out
@@ -380,7 +386,7 @@ def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "python", here)
     monkeypatch.setattr(evaluation, "ThreadPoolExecutor", lambda n: InTurn(InTurn()))
     monkeypatch.setattr(evaluation, "SIZES", (0.5, 1.0))
-    names = ["tome-1", "no-memory", "from-warm-up"]
+    names = ["tome-1", "tome-2", "no-memory", "no-coreference", "from-warm-up"]
     results = evaluation.all_runs(tmp_path, names, 1)
     assert [name for name, _ in results] == names
     monkeypatch.setattr(evaluation, "python", None)                         # what is there is not done again
@@ -389,9 +395,10 @@ def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
     assert all(torch.equal(base[key], shared[key]) for key in base)
     monkeypatch.setattr(evaluation, "all_runs", lambda *_: results)
     capsys.readouterr()
-    tables = [name for name in evaluation.TABLES if name not in ("unseen", "retrieved")]
+    tables = [name for name in evaluation.TABLES if name != "unseen"]
     evaluation.make_tables(tmp_path, tables, 1)
-    assert "| from scratch " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| from scratch " in printed and printed.count("; right)") + printed.count("; wrong)") == 5
     for name in tables:
         heading, *rows = data.read_json(tmp_path / f"{name}.json")["lines"]
         assert len(rows) > 1
