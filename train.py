@@ -616,8 +616,7 @@ def stage_batch_tome(run, schedule):
     frequent = torch.from_numpy(np.asarray(corpus.entity_count) >= max(bar, 1)).to(run.device)
     mentions = sample_eval_mentions(run, settings.eval_mentions)
     support = supporting_passages(corpus, mentions)
-    # one that goes on gets its weights from its checkpoint: a BERT need not be read again
-    begun = (run.out / "batch-tome.pt").exists()
+    begun = run.init and (run.out / "batch-tome.pt").exists()       # then the BERT need not be read again
     model = BatchTOME(TOME(run.config)) if begun else new_batch_tome(run)
     attends = True
 
@@ -947,11 +946,11 @@ def parse_arguments(argv):
 
 
 def train(args):
-    run = make_run(args)
     for name in ("examples", "append"):         # before hours of training, not after
         path = getattr(args, name)
         if path and not Path(path).exists():
             raise RunError(f"{path}: no such file; --{name} wants a file of JSON lines (see the README)")
+    run = make_run(args)
     baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
     if baseline and args.stage in STAGES[:2]:
         raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")

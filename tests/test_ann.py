@@ -305,7 +305,7 @@ def one_of_many(rank, size, file):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path):
     if size == 1:
         one_of_many(0, 1, tmp_path / "init")

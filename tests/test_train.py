@@ -103,6 +103,7 @@ def test_two_seeds_differ(tiny, small_world, tmp_path):
     assert not equal(weights(tmp_path / "0/batch-tome.pt"), weights(tmp_path / "1/batch-tome.pt"))
 
 
+@pytest.mark.slow
 def test_tome_2_has_two_memory_layers_and_trains(small_world, tmp_path, monkeypatch):
     out = tmp_path / "two"
     monkeypatch.setitem(train.PRESETS, "toy", {**TINY, "n_initial": 2})
@@ -191,7 +192,7 @@ def test_missing_files_are_named_before_anything_is_trained(tiny, tmp_path, caps
     assert run(*arguments) == 1
     message = capsys.readouterr().err
     assert words in message and message.count("\n") == 1
-    assert not list(tmp_path.rglob("*.pt"))
+    assert not list(tmp_path.rglob("*.*"))
 
 
 @pytest.mark.parametrize("lines, words", [
