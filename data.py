@@ -485,8 +485,8 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length, base=None
         titles, entities = ({name: i for i, name in enumerate(names)} for names in (base.titles, base.entity_names))
         counts, dropped = Counter(base.meta["counts"]), Counter(base.meta["dropped"])
         entity_count = Counter(dict(enumerate(base.entity_count.tolist())))
-        grew_from = [*base.meta["grew_from"], {"corpus": base.fingerprint, "passages": len(base.article),
-                                                       "file": checksum(path)}]
+        grew_from = [*base.meta["grew_from"],
+                     {"corpus": base.fingerprint, "passages": len(base.article), "file": checksum(path)}]
         for name in Corpus.ARRAYS.keys() - {"entity_count"}:
             shutil.copyfile(base.path(name), os.path.join(folder, name + ".bin"))
             sizes[name] = getattr(base, name).size
@@ -685,8 +685,7 @@ def eval_mentions(corpus, n, seed, min_elsewhere=1) -> np.ndarray:
     E, entity, passage = len(corpus.entity_names), corpus.mention_entity[linked], corpus.passage_of(linked)
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
     passages_with = np.bincount(pairs % E, minlength=E)                     # (E,)
-    number = {name: i for i, name in enumerate(corpus.entity_names)}
-    own = np.array([number.get(title, 0) for title in corpus.titles])[corpus.article[passage]]
+    own = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])[corpus.article[passage]]
     good = linked[corpus.held_out[passage] & (count[pair] == 1) & (own != entity)
                   & (passages_with[entity] > min_elsewhere)]
     return np.sort(np.random.default_rng(seed).permutation(good)[:n])

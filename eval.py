@@ -212,6 +212,12 @@ def show_masked(run, tome, memory, n=5):
     return shown
 
 
+def verdict(says, probability, truth):
+    """What the model says, and whether it is one of truth; [] = not known."""
+    right = f"; {'right' if says in truth else 'wrong'}" if truth else ""
+    return f"{says}   (probability {float(probability):.2f}{right})"
+
+
 @torch.no_grad()
 def show_examples(run, tome, memory, task, examples):
     """What the model makes of examples, and what their mentions retrieved: a list of Shown. task None: read only."""
@@ -235,11 +241,6 @@ def show_examples(run, tome, memory, task, examples):
             mentions[int(batch.answer_mention)][1].append(("answer", heaviest(memory, weights, found.ids[0], 3)))
         shown.append(Shown(example.text, says, mentions))
     return shown
-
-
-def verdict(says, probability, truth):
-    right = f"; {'right' if says in truth else 'wrong'}" if truth else ""
-    return f"{says}   (probability {float(probability):.2f}{right})"
 
 
 def example_of(run, text):

@@ -618,12 +618,12 @@ def stage_batch_tome(run, schedule):
     support = supporting_passages(corpus, mentions)
     begun = run.init and (run.out / "batch-tome.pt").exists()       # then the BERT need not be read again
     model = BatchTOME(TOME(run.config)) if begun else new_batch_tome(run)
-    attends = True
+    first, attends = run.first_with_memory(schedule), True
 
     def next_batch(step):
         nonlocal attends
-        attends = step >= run.first_with_memory(schedule)
-        if run.init and step == run.first_with_memory(schedule) and run.config.memory == "mentions":
+        attends = step >= first
+        if run.init and step == first:
             say("Fitting queries and keys to the BERT's layers.")
             sample = np.random.default_rng(run.seed).permutation(passages)[:768]
             fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None).to(run.device)
