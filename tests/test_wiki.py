@@ -178,6 +178,12 @@ def test_a_target_is_linked_after_its_link_only_and_the_longest_wins(tmp_path):
     assert [entity for _, entity in mentions] == ["York", "York", "New York City", "New York City", "York"]
 
 
+def test_names_beyond_latin_1_and_beside_its_other_signs_are_linked_again(tmp_path):
+    text = "[[Łódź]], [[Šešelj]]: of Łódź’s men—Šešelj—none? Who but Šešelj?"
+    _, mentions, _ = read(tmp_path, text, extend=True)
+    assert [name for name, _ in mentions] == ["Łódź", "Šešelj", "Łódź", "Šešelj", "Šešelj"]
+
+
 # ---------------------------------------------------------------- the dump
 
 def test_pages_that_are_no_articles_are_counted(tmp_path):
