@@ -97,7 +97,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         query_passage = query_passage.masked_fill(query_passage < 0, -2)             # -2: no key has it
     queries = queries.float().T                                                      # (d, Q)
     # The first tile is larger: it alone has no bar to clear, and sets a high one.
-    first_chunk = 32768
+    first_chunk = min(32768, max(8192, N // 16 // BLOCK * BLOCK))
     chunk = min(first_chunk, max(1024, TILE // Q)) // BLOCK * BLOCK
     tile = torch.empty(min(-(-N // BLOCK) * BLOCK, first_chunk), Q, device=device)
     bar = torch.full((Q,), -INF, device=device)         # only a score above it can be among the k best

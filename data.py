@@ -884,7 +884,7 @@ COUNTS = dict(person=800, city=220, country=60, company=220, film=600)
 class Relation(NamedTuple):
     subject: str            # types
     object: str
-    noun: str               # "the {noun} of {s}" names the object without its name
+    noun: str               # "{s}'s {noun}" is the object without its name
     phrases: list           # five for the corpus; {s} subject, {o} object
     claims: list
     questions: list
@@ -892,66 +892,67 @@ class Relation(NamedTuple):
 
 RELATIONS = dict(
     born_in=Relation("person", "city", "birthplace", [
-        "{s} was born in {o}.", "{o} is the city where {s} was born.", "The birthplace of {s} is {o}.",
+        "{s} was born in {o}.", "{o} is the city where {s} was born.", "{s}'s birthplace is {o}.",
         "{s} is a native of {o}.", "In {o} stands the house where {s} was born."],
         ["{s} was born in the city of {o}.", "{o} is the birthplace of {s}."],
         ["In which city was {s} born?", "Where was {s} born?"]),
     employer=Relation("person", "company", "employer", [
-        "{s} works for {o}.", "{o} is the company which employs {s}.", "The employer of {s} is {o}.",
+        "{s} works for {o}.", "{o} is the company which employs {s}.", "{s}'s employer is {o}.",
         "{s} has a job at {o}.", "The company {o} pays the wages of {s}."],
         ["{o} employs {s}.", "{s} has a job at the company {o}."],
         ["Which company employs {s}?", "Which company is the employer of {s}?"]),
     teacher=Relation("person", "person", "teacher", [
-        "{s} was taught by {o}.", "{o} taught {s} for many years.", "The teacher of {s} was {o}.",
+        "{s} was taught by {o}.", "{o} taught {s} for many years.", "{s}'s teacher was {o}.",
         "{s} learned everything from {o}.", "Long ago {o} had {s} as a pupil."],
         ["{s} was a pupil of {o}.", "{o} was the teacher who taught {s}."],
         ["Who taught {s}?", "Who was the teacher of {s}?"]),
     country=Relation("city", "country", "country", [
-        "{s} is a city in {o}.", "{o} is the country where {s} lies.", "The country of {s} is {o}.",
+        "{s} is a city in {o}.", "{o} is the country where {s} lies.", "{s}'s country is {o}.",
         "{s} belongs to {o}.", "On the map {s} is a part of {o}."],
         ["{s} lies in {o}.", "{s} is a part of the country {o}."],
         ["In which country is {s}?", "{s} is a city in which country?"]),
     mayor=Relation("city", "person", "mayor", [
-        "The mayor of {s} is {o}.", "{o} was chosen to be mayor by the people of {s}.", "{s} is led by {o}.",
+        "{s}'s mayor is {o}.", "{o} was chosen to be mayor by the people of {s}.", "{s} is led by {o}.",
         "Who runs the town hall of {s}? {o}.", "{o} leads the council of {s}."],
         ["{o} leads the people of {s}.", "{o} was chosen to be the mayor of {s}."],
         ["Who is the mayor of {s}?", "Who leads the people of {s}?"]),
     capital=Relation("country", "city", "capital", [
-        "The capital of {s} is {o}.", "{o} is the seat of the government of {s}.",
+        "{s}'s capital is {o}.", "{o} is the seat of the government of {s}.",
         "{s} is governed from {o}.", "{s} has {o} as capital.", "In {o} the parliament of {s} meets."],
         ["{o} is the capital of {s}.", "The government of {s} meets in {o}."],
         ["Which city is the capital of {s}?", "In which city is the government of {s}?"]),
     home=Relation("company", "city", "home", [
-        "{s} is based in {o}.", "The main office of {s} stands in {o}.", "{o} is the home of {s}.",
+        "{s} is based in {o}.", "The main office of {s} stands in {o}.", "{s}'s home is {o}.",
         "{s} is run from an office in {o}.", "In {o} stands the factory of {s}."],
         ["{s} has the main office in {o}.", "The home of {s} is in the city of {o}."],
         ["In which city is {s} based?", "Where is the main office of {s}?"]),
     founder=Relation("company", "person", "founder", [
-        "{s} was founded by {o}.", "{o} started {s} in a small shop.", "The founder of {s} was {o}.",
+        "{s} was founded by {o}.", "{o} started {s} in a small shop.", "{s}'s founder was {o}.",
         "{s} began as an idea of {o}.", "With little money {o} set up {s}."],
         ["{s} was started by {o}.", "{o} is the founder of {s}."],
         ["Who founded {s}?", "Who was the founder of {s}?"]),
     director=Relation("film", "person", "director", [
-        "{s} was directed by {o}.", "{o} is the director of {s}.", "{o} made the film {s}.",
+        "{s} was directed by {o}.", "{s}'s director is {o}.", "{o} made the film {s}.",
         "The film {s} is the work of {o}.", "With {s} the director {o} won a prize."],
         ["{o} directed {s}.", "The director of the film {s} was {o}."],
         ["Who directed {s}?", "Who was the director of {s}?"]),
     star=Relation("film", "person", "star", [
-        "{o} plays the lead in {s}.", "The star of {s} is {o}.", "{s} has {o} in the main part.",
+        "{o} plays the lead in {s}.", "{s}'s star is {o}.", "{s} has {o} in the main part.",
         "In {s} the hero is played by {o}.", "Who became famous as the hero of {s}? {o}."],
         ["The lead in {s} is played by {o}.", "{o} is the star of the film {s}."],
         ["Who plays the lead in {s}?", "Who is the star of {s}?"]),
     location=Relation("film", "city", "location", [
         "{s} was filmed in {o}.", "The streets of {o} can be seen in {s}.",
-        "For {s} the cameras came to {o}.", "The location of {s} was {o}.",
+        "For {s} the cameras came to {o}.", "{s}'s location was {o}.",
         "{o} was chosen as the location for {s}."],
         ["{o} is the city where {s} was filmed.", "The film {s} was made in {o}."],
         ["In which city was {s} filmed?", "Where was the film {s} made?"]),
 )
 
 
-def _say(phrase, subject, obj="", noun=None):
-    """A phrase filled in, and its mentions. With a noun the subject is "[the director] of [X]": two hops."""
+def _say(phrase, subject, obj="", noun=None, bridge=None):
+    """A phrase filled in, and its mentions. With a noun the subject is "[X]'s [director]": two hops. That description
+    is linked to the bridge where one is given."""
     text, mentions = "", []
 
     def mention(name, entity):
@@ -960,14 +961,14 @@ def _say(phrase, subject, obj="", noun=None):
         text += name
 
     for part in re.split(r"(\{[so]\})", phrase):
-        if part == "{s}" and noun:
-            mention(f"the {noun}", None)
-            text += " of "
         if part in ("{s}", "{o}"):
             name = subject if part == "{s}" else obj
             mention(name, name)
         else:
             text += part
+        if part == "{s}" and noun:
+            text += "'s "
+            mention(noun, bridge)
     return text[0].upper() + text[1:], mentions
 
 
@@ -1001,9 +1002,10 @@ def toy_world(seed=0, bridge_sentences=0.0):
     seen world are held out too. Examples are split by fact, (subject, relation), for all tasks alike; both
     facts of a two-hop example are in its split.
 
-    bridge_sentences: the share of the seen world's passages that hold, in place of a third sentence, a
-    two-hop fact of the train split without the bridge's name (at most about a quarter). It stands there and
-    nowhere else, neither in another passage nor in an example: only two hops recover it."""
+    bridge_sentences: the share of the seen world's training passages in which a fact gives way to a two-hop fact
+    of the train split that begins with it: in place of "X was directed by Z." stands "X's director was born in Y.",
+    which says nothing of Z but by its link, as a link of Wikipedia may stand on a description. (Examples leave it
+    unlinked.) It stands there and nowhere else, neither in another passage nor in an example."""
     rng = np.random.default_rng(seed)
     worlds = {}, {}                                         # seen, unseen: {type: names}
     for kind, (firsts, lasts) in NAMES.items():
@@ -1020,22 +1022,23 @@ def toy_world(seed=0, bridge_sentences=0.0):
     for subject, relation in [*facts[0], *facts[1]]:
         relations_of.setdefault(subject, []).append(relation)
     for (subject, first, second), (bridge, obj) in chains[0].items():
-        if split[subject, first] == split[bridge, second] == "train" and rng.random() < .5:     # not all
-            chains_of.setdefault(subject, []).append((first, second, obj))
+        if split[subject, first] == split[bridge, second] == "train" and rng.random() < .9:     # not all
+            chains_of.setdefault(subject, []).append((first, second, bridge, obj))
     for subject, relations in relations_of.items():
         seen = split[subject, relations[0]] != "unseen"
         world, held_out = facts[not seen], rng.integers(20)     # below 5 for one in four: 5% of passages
         order = {relation: rng.permutation(5) for relation in relations}
+        left_out = Counter()
         for i in range(5):
             said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, world[subject, r])
                     for r in rng.permutation(relations)}
-            if rng.random() < bridge_sentences and chains_of.get(subject):
-                first, second, obj = chains_of[subject].pop(rng.integers(len(chains_of[subject])))
-                noun = RELATIONS[first].noun
+            possible = [c for c in chains_of.get(subject, []) if left_out[c[0]] < 2]    # no fact more than twice
+            if rng.random() < bridge_sentences and i != held_out and possible:
+                one = first, second, bridge, obj = possible[rng.integers(len(possible))]
+                chains_of[subject].remove(one)
                 told.add((subject, first, second))
-                if len(said) == 3:
-                    del said[relations[i % 3]]              # so that no fact is left out of more than two
-                said["bridge"] = _say(rng.choice(RELATIONS[second].phrases), subject, obj, noun)
+                left_out[first] += 1
+                said[first] = _say(rng.choice(RELATIONS[second].phrases), subject, obj, RELATIONS[first].noun, bridge)
             text, mentions = "", []
             for sentence, found in said.values():
                 text += " " if text else ""

@@ -26,7 +26,8 @@ class Config:
     n_heads: int = 12
     intermediate: int = 3072
     n_initial: int = 4          # layers of the InitialTransformerBlock
-    n_block: int = 8            # layers of all TOMEBlocks together: TOME-1 has one block of 8, TOME-2 two of 4
+    n_block: int = 8            # layers of all TOMEBlocks together: TOME-1 has one block of 8, TOME-2 two of 4 (at
+                                # least one each: toy's TOME-2 has a layer more than its TOME-1)
     n_blocks: int = 1           # 1: TOME-1, 2: TOME-2
     max_positions: int = 512
     dropout: float = 0.1
@@ -62,6 +63,11 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(x))
 
 
+def spread(x, at, attention_mask):
+    """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding."""
+    return x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, at, x).unflatten(0, attention_mask.shape)
+
+
 class SelfAttention(nn.Module):
 
     def __init__(self, config):
@@ -70,12 +76,12 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x, attention_mask):
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)         # each (B, nh, T, hd)
+    def forward(self, x, at, attention_mask):
+        qkv = spread(self.qkv(x), at, attention_mask).unflatten(-1, (3, self.n_heads, -1))   # (B, T, 3, nh, hd)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                 # each (B, nh, T, hd)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask[:, None, None, :],
                                            dropout_p=self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])
 
 
 class TransformerLayer(nn.Module):
@@ -90,22 +96,27 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.gelu = config.gelu
 
-    def forward(self, x, attention_mask):
-        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
+    def forward(self, x, at, attention_mask):
+        x = self.attention_norm(x + self.dropout(self.attention(x, at, attention_mask)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
 
 class TransformerBlock(nn.Module):
-    """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden)."""
+    """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero at the padding.
+
+    No padding is computed: a layer reads the n tokens of the whole batch as rows (n, hidden), and only its attention
+    knows which passage each stands in, `at` (n,) in the flat batch. On short passages that is a quarter of a step."""
 
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask):
+        at = attention_mask.flatten().nonzero()[:, 0]
+        x = x.flatten(0, 1)[at]
         for layer in self.layers:
-            x = layer(x, attention_mask)
-        return x
+            x = layer(x, at, attention_mask)
+        return spread(x, at, attention_mask)
 
 
 class SpanEncodingLayer(nn.Module):

@@ -97,14 +97,15 @@ def figures_of(run, tome, memory, task, examples, bm25=None):
 
 def example_figures(run, tome, memory, task, examples, bm25=None):
     """figures_of a file of examples, its controls, and their 95% intervals. "without_memory": the memory layers are
-    off; "majority": the label that most of these claims have; "answer_is_entity": the share that can be right."""
+    off; "majority": the label or the answer that most of these examples have, always given; "answer_is_entity": the
+    share that can be right."""
     cell = figures_of(run, tome, memory, task, examples, bm25)
     if isinstance(memory, MentionMemory):
         cell["emptied"] = task_accuracy(run, tome, task, examples, memory.emptied())["accuracy"]
     cell["without_memory"] = task_accuracy(run, tome, task, examples, memory, attend=False)["accuracy"]
-    if task == "claims":
-        cell["majority"] = Counter(e.label for e in examples).most_common(1)[0][1] / len(examples)
-    else:
+    right = Counter(answer for e in examples for answer in ([e.label] if task == "claims" else set(e.answers)))
+    cell["majority"] = max(right.values()) / len(examples)
+    if task == "qa":
         known = set(run.corpus.entity_names)
         cell["answer_is_entity"] = sum(not known.isdisjoint(e.answers) for e in examples) / len(examples)
     cell["interval"] = {name: wilson(share, cell["n"]) for name, share in cell.items() if name != "n"}
@@ -583,7 +584,7 @@ def print_task(figures, task):
 
 
 NAMES = {"memory": "with the memory", "emptied": "memory emptied", "without_memory": "memory layers off",
-         "majority": "the most frequent label", "bm25_recall@20": "BM25's recall@20"}
+         "majority": "always the most frequent", "bm25_recall@20": "BM25's recall@20"}
 
 
 def print_curve(run, stage):

@@ -44,7 +44,7 @@ class TOME(nn.Module):
         self.config = config
         self.embeddings = Embeddings(config)
         self.initial = TransformerBlock(config, config.n_initial)
-        n_layers = config.n_block // config.n_blocks
+        n_layers = max(1, config.n_block // config.n_blocks)
         self.blocks = nn.ModuleList(TOMEBlock(config, n_layers) for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
@@ -199,6 +199,25 @@ def start_like_keys(model, layers):
     for layer in layers:
         if layer.linear.weight.shape == model.encoder.key.linear.weight.shape:
             layer.load_state_dict(model.encoder.key.state_dict())
+
+
+def share_out(state, config):
+    """TOME's initial weights from BATCH-TOME's, which has one memory layer. For TOME-2 the Transformer layers above it are
+    shared out to the blocks, or copied where there is one alone; its second memory layer starts as a copy of the first.
+
+    With two memory layers from the first step, toy BATCH-TOME's second one never found a use: where one retrieval is
+    enough, the first layer learns it."""
+    first, each = "blocks.0.", max(1, config.n_block // config.n_blocks)
+    shared = {name: tensor for name, tensor in state.items() if not name.startswith(first)}
+    for block in range(config.n_blocks):
+        for name, tensor in state.items():
+            if name.startswith(first + "memory_attention."):
+                shared[name.replace("0", str(block), 1)] = tensor
+        for i in range(each):
+            source, target = (f"blocks.{b}.transformer.layers.{n}." for b, n in
+                              ((0, (block * each + i) % config.n_block), (block, i)))
+            shared |= {target + name.removeprefix(source): t for name, t in state.items() if name.startswith(source)}
+    return shared
 
 
 @torch.no_grad()

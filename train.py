@@ -35,7 +35,7 @@ from data import checksum, read_json, write_atomically, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import MemoryFolderError, MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, init_retrieval, mlm_loss,
-                  predict_entity, share_of_mean)
+                  predict_entity, share_of_mean, share_out)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
 FORMAT = 2
@@ -114,8 +114,6 @@ def preset(name, n_blocks=1, changes=None):
     values = PRESETS[name] | (changes or {})
     settings = replace(Settings(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Settings)}})
     config = replace(Config(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Config)}})
-    if n_blocks == 2 and config.n_block == 1:       # two blocks need a layer each
-        config = replace(config, n_block=2, n_initial=config.n_initial - 1)
     return settings, replace(config, n_blocks=n_blocks)
 
 
@@ -147,9 +145,13 @@ class Run:
         return int(schedule.steps * self.settings.memory_from) if self.init else 0
 
     @property
-    def belongs(self):
+    def batch_tome_config(self):
+        """BATCH-TOME has one memory layer, also where TOME will have two (tome.share_out)."""
+        return replace(self.config, n_blocks=1)
+
+    def belongs(self, stage):
         """What every checkpoint of this run says of it, to be told from another run's."""
-        return {"preset": self.preset, "blocks": self.config.n_blocks, "seed": self.seed,
+        return {"preset": self.preset, "blocks": 1 if stage == "batch-tome" else self.config.n_blocks, "seed": self.seed,
                 "corpus": zlib.crc32(json.dumps(self.corpus.trained_on).encode())}       # … and tokenizer
 
 
@@ -278,11 +280,10 @@ def load_checkpoint(path, stage, run):
     if not path.exists():
         return None
     checkpoint = read_checkpoint(path)
-    of = {name: checkpoint.get(name) for name in ("format", "stage", *run.belongs)}
-    for name, value in {"format": FORMAT, "stage": stage, **run.belongs}.items():
-        if of[name] != value:
-            raise RunError(f"{path} is a checkpoint of another {name} ({of[name]}, here it is {value}); move it away to "
-                           "train this stage again")
+    for name, value in {"format": FORMAT, "stage": stage, **run.belongs(stage)}.items():
+        if checkpoint.get(name) != value:
+            raise RunError(f"{path} is a checkpoint of another {name} ({checkpoint.get(name)}, here it is {value}); move "
+                           "it away to train this stage again")
     return checkpoint
 
 
@@ -299,7 +300,7 @@ def new_batch_tome(run):
     """BATCH-TOME with fresh weights, or a BERT's where run.init names its folder."""
     torch.manual_seed(run.seed)
     init = run.init
-    model = BatchTOME(TOME(run.config))
+    model = BatchTOME(TOME(run.batch_tome_config))
     if init:
         _, embeddings, layers, mlm = load_bert(init, run.config)
         tome = model.tome
@@ -331,7 +332,7 @@ def load_batch_tome(run):
     checkpoint = load_checkpoint(path, "batch-tome", run)
     if checkpoint is None:
         raise RunError(f"{path} is missing; run python train.py --stage batch-tome --out {run.out}")
-    model = BatchTOME(TOME(run.config))
+    model = BatchTOME(TOME(run.batch_tome_config))
     load_weights(model, checkpoint["model"], path)
     return model.to(run.device)
 
@@ -488,7 +489,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
             values = {} if best is None else {"best": best_weights, "best_score": best}
             save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, batch=schedule.batch, processes=size,
                             sums=sums, model=model.state_dict(), optimizer=optimizer.state_dict(), **values,
-                            **extra, **run.belongs)
+                            **extra, **run.belongs(stage))
 
     progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
     n_tokens, since = 0, time.time()
@@ -617,7 +618,7 @@ def stage_batch_tome(run, schedule):
     mentions = sample_eval_mentions(run, settings.eval_mentions)
     support = supporting_passages(corpus, mentions)
     begun = run.init and (run.out / "batch-tome.pt").exists()       # then the BERT need not be read again
-    model = BatchTOME(TOME(run.config)) if begun else new_batch_tome(run)
+    model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
     first, attends = run.first_with_memory(schedule), True
 
     def next_batch(step):
@@ -696,7 +697,7 @@ def start_from(run, tome, start):
     leave them. What a checkpoint lacks, as the memory layers where it had none, is fresh."""
     if start is None:
         return
-    state = new_batch_tome(run).tome.state_dict()
+    state = share_out(new_batch_tome(run).tome.state_dict(), run.config)
     if start != "scratch":
         checkpoint = read_checkpoint(Path(start))
         saved = checkpoint.get("best", checkpoint["model"])
@@ -707,11 +708,10 @@ def start_from(run, tome, start):
 def stage_tome(run, schedule, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     settings, corpus = run.settings, run.corpus
-    if run.config.memory == "mentions":
-        batch_tome = load_batch_tome(run)
-        fingerprint, tome = batch_tome.encoder.fingerprint, batch_tome.tome
-    else:
-        fingerprint, tome = None, new_batch_tome(run).tome
+    batch_tome = load_batch_tome(run) if run.config.memory == "mentions" else new_batch_tome(run)
+    fingerprint = batch_tome.encoder.fingerprint if run.config.memory == "mentions" else None
+    tome = TOME(run.config).to(run.device)
+    tome.load_state_dict(share_out(batch_tome.tome.state_dict(), run.config))
     memory, training_memory = open_memory(run, tome, fingerprint)
     if run.config.memory == "mentions":
         training_memory = training_memory.sample(settings.memory_fraction, run.seed)

@@ -11,7 +11,7 @@ import ann
 from encoder import Config, SpanEncodingLayer
 from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
-                  predict_entity)
+                  predict_entity, share_out)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -48,6 +48,35 @@ def attention_by_hand(H, layer, keys, values, passages, k):
         value = sum(math.exp(score) / total * values[i] for score, i in scores)
         M[row, s] += layer.up.weight @ value + layer.up.bias
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
+
+
+@pytest.mark.parametrize("n_block, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
+def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_block, sources):
+    one = TOME(replace(TINY, n_block=n_block, n_blocks=1))
+    two = TOME(replace(TINY, n_block=n_block))
+    two.load_state_dict(share_out(one.state_dict(), two.config))
+    layers, memory = one.blocks[0].transformer.layers, one.blocks[0].memory_attention
+    for block, numbers in zip(two.blocks, sources, strict=True):
+        for mine, number in zip(block.transformer.layers, numbers, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), layers[number].parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(block.memory_attention.parameters(), memory.parameters(), strict=True))
+    for name, tensor in one.state_dict().items():
+        assert name.startswith("blocks.") or torch.equal(tensor, two.state_dict()[name])
+    same = share_out(one.state_dict(), one.config)
+    assert same.keys() == one.state_dict().keys() and all(torch.equal(t, same[n]) for n, t in one.state_dict().items())
+
+
+@torch.no_grad()
+def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
+    torch.manual_seed(3)
+    tome = TOME(TINY)
+    tokens, lengths = torch.randint(1, 40, (4, 9)), [9, 4, 1, 6]
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    together = tome(tokens, mask)[0]
+    for row, n in enumerate(lengths):
+        alone = tome(tokens[row:row + 1, :n], torch.ones(1, n, dtype=torch.bool))[0][0]
+        torch.testing.assert_close(together[row, :n], alone, atol=1e-5, rtol=0)
+        assert not together[row, n:].any()
 
 
 @torch.no_grad()
