@@ -884,7 +884,7 @@ COUNTS = dict(person=800, city=220, country=60, company=220, film=600)
 class Relation(NamedTuple):
     subject: str            # types
     object: str
-    noun: str               # "{s}'s {noun}" is the object without its name
+    noun: str               # "the {noun} of {s}" names the object without its name
     phrases: list           # five for the corpus; {s} subject, {o} object
     claims: list
     questions: list
@@ -892,58 +892,58 @@ class Relation(NamedTuple):
 
 RELATIONS = dict(
     born_in=Relation("person", "city", "birthplace", [
-        "{s} was born in {o}.", "{o} is the city where {s} was born.", "{s}'s birthplace is {o}.",
+        "{s} was born in {o}.", "{o} is the city where {s} was born.", "The birthplace of {s} is {o}.",
         "{s} is a native of {o}.", "In {o} stands the house where {s} was born."],
         ["{s} was born in the city of {o}.", "{o} is the birthplace of {s}."],
         ["In which city was {s} born?", "Where was {s} born?"]),
     employer=Relation("person", "company", "employer", [
-        "{s} works for {o}.", "{o} is the company which employs {s}.", "{s}'s employer is {o}.",
+        "{s} works for {o}.", "{o} is the company which employs {s}.", "The employer of {s} is {o}.",
         "{s} has a job at {o}.", "The company {o} pays the wages of {s}."],
         ["{o} employs {s}.", "{s} has a job at the company {o}."],
         ["Which company employs {s}?", "Which company is the employer of {s}?"]),
     teacher=Relation("person", "person", "teacher", [
-        "{s} was taught by {o}.", "{o} taught {s} for many years.", "{s}'s teacher was {o}.",
+        "{s} was taught by {o}.", "{o} taught {s} for many years.", "The teacher of {s} was {o}.",
         "{s} learned everything from {o}.", "Long ago {o} had {s} as a pupil."],
         ["{s} was a pupil of {o}.", "{o} was the teacher who taught {s}."],
         ["Who taught {s}?", "Who was the teacher of {s}?"]),
     country=Relation("city", "country", "country", [
-        "{s} is a city in {o}.", "{o} is the country where {s} lies.", "{s}'s country is {o}.",
+        "{s} is a city in {o}.", "{o} is the country where {s} lies.", "The country of {s} is {o}.",
         "{s} belongs to {o}.", "On the map {s} is a part of {o}."],
         ["{s} lies in {o}.", "{s} is a part of the country {o}."],
         ["In which country is {s}?", "{s} is a city in which country?"]),
     mayor=Relation("city", "person", "mayor", [
-        "{s}'s mayor is {o}.", "{o} was chosen to be mayor by the people of {s}.", "{s} is led by {o}.",
+        "The mayor of {s} is {o}.", "{o} was chosen to be mayor by the people of {s}.", "{s} is led by {o}.",
         "Who runs the town hall of {s}? {o}.", "{o} leads the council of {s}."],
         ["{o} leads the people of {s}.", "{o} was chosen to be the mayor of {s}."],
         ["Who is the mayor of {s}?", "Who leads the people of {s}?"]),
     capital=Relation("country", "city", "capital", [
-        "{s}'s capital is {o}.", "{o} is the seat of the government of {s}.",
+        "The capital of {s} is {o}.", "{o} is the seat of the government of {s}.",
         "{s} is governed from {o}.", "{s} has {o} as capital.", "In {o} the parliament of {s} meets."],
         ["{o} is the capital of {s}.", "The government of {s} meets in {o}."],
         ["Which city is the capital of {s}?", "In which city is the government of {s}?"]),
     home=Relation("company", "city", "home", [
-        "{s} is based in {o}.", "The main office of {s} stands in {o}.", "{s}'s home is {o}.",
+        "{s} is based in {o}.", "The main office of {s} stands in {o}.", "{o} is the home of {s}.",
         "{s} is run from an office in {o}.", "In {o} stands the factory of {s}."],
         ["{s} has the main office in {o}.", "The home of {s} is in the city of {o}."],
         ["In which city is {s} based?", "Where is the main office of {s}?"]),
     founder=Relation("company", "person", "founder", [
-        "{s} was founded by {o}.", "{o} started {s} in a small shop.", "{s}'s founder was {o}.",
+        "{s} was founded by {o}.", "{o} started {s} in a small shop.", "The founder of {s} was {o}.",
         "{s} began as an idea of {o}.", "With little money {o} set up {s}."],
         ["{s} was started by {o}.", "{o} is the founder of {s}."],
         ["Who founded {s}?", "Who was the founder of {s}?"]),
     director=Relation("film", "person", "director", [
-        "{s} was directed by {o}.", "{s}'s director is {o}.", "{o} made the film {s}.",
+        "{s} was directed by {o}.", "{o} is the director of {s}.", "{o} made the film {s}.",
         "The film {s} is the work of {o}.", "With {s} the director {o} won a prize."],
         ["{o} directed {s}.", "The director of the film {s} was {o}."],
         ["Who directed {s}?", "Who was the director of {s}?"]),
     star=Relation("film", "person", "star", [
-        "{o} plays the lead in {s}.", "{s}'s star is {o}.", "{s} has {o} in the main part.",
+        "{o} plays the lead in {s}.", "The star of {s} is {o}.", "{s} has {o} in the main part.",
         "In {s} the hero is played by {o}.", "Who became famous as the hero of {s}? {o}."],
         ["The lead in {s} is played by {o}.", "{o} is the star of the film {s}."],
         ["Who plays the lead in {s}?", "Who is the star of {s}?"]),
     location=Relation("film", "city", "location", [
         "{s} was filmed in {o}.", "The streets of {o} can be seen in {s}.",
-        "For {s} the cameras came to {o}.", "{s}'s location was {o}.",
+        "For {s} the cameras came to {o}.", "The location of {s} was {o}.",
         "{o} was chosen as the location for {s}."],
         ["{o} is the city where {s} was filmed.", "The film {s} was made in {o}."],
         ["In which city was {s} filmed?", "Where was the film {s} made?"]),
@@ -951,7 +951,7 @@ RELATIONS = dict(
 
 
 def _say(phrase, subject, obj="", noun=None, bridge=None):
-    """A phrase filled in, and its mentions. With a noun the subject is "[X]'s [director]": two hops. That description
+    """A phrase filled in, and its mentions. With a noun the subject is "[the director] of [X]": two hops. That phrase
     is linked to the bridge where one is given."""
     text, mentions = "", []
 
@@ -961,14 +961,14 @@ def _say(phrase, subject, obj="", noun=None, bridge=None):
         text += name
 
     for part in re.split(r"(\{[so]\})", phrase):
+        if part == "{s}" and noun:
+            mention(f"the {noun}", bridge)
+            text += " of "
         if part in ("{s}", "{o}"):
             name = subject if part == "{s}" else obj
             mention(name, name)
         else:
             text += part
-        if part == "{s}" and noun:
-            text += "'s "
-            mention(noun, bridge)
     return text[0].upper() + text[1:], mentions
 
 
@@ -1003,9 +1003,9 @@ def toy_world(seed=0, bridge_sentences=0.0):
     facts of a two-hop example are in its split.
 
     bridge_sentences: the share of the seen world's training passages in which a fact gives way to a two-hop fact
-    of the train split that begins with it: in place of "X was directed by Z." stands "X's director was born in Y.",
-    which says nothing of Z but by its link, as a link of Wikipedia may stand on a description. (Examples leave it
-    unlinked.) It stands there and nowhere else, neither in another passage nor in an example."""
+    of the train split that begins with it: in place of "X was directed by Z." stands "The director of X was born
+    in Y.", which says nothing of Z but by its link, as a link of Wikipedia may stand on a description. (Examples
+    leave it unlinked.) It stands there and nowhere else, neither in another passage nor in an example."""
     rng = np.random.default_rng(seed)
     worlds = {}, {}                                         # seen, unseen: {type: names}
     for kind, (firsts, lasts) in NAMES.items():
@@ -1762,6 +1762,8 @@ def main():
     toy = commands.add_parser("toy", help="write corpus.jsonl and examples of a made-up world")
     toy.add_argument("--out", required=True)
     toy.add_argument("--seed", type=int, default=0)
+    toy.add_argument("--bridge-sentences", type=float, default=0.0, metavar="SHARE", help="of the training passages that "
+                     "say in one sentence what takes two facts to know (toy_world)")
     checked = commands.add_parser("check", help="count what a corpus file holds, or report its errors")
     checked.add_argument("file")
     checked.add_argument("--vocab", help="a BERT vocab.txt or a tokenizer.json of ours (default: trained)")
@@ -1780,7 +1782,7 @@ def main():
     args = parser.parse_args()
     try:
         if args.command == "toy":
-            write_toy(args.out, *toy_world(args.seed))
+            write_toy(args.out, *toy_world(args.seed, args.bridge_sentences))
         elif args.command == "wiki":
             wiki(args.file, args.out, not args.no_extend, args.workers)
         elif args.command == "task":
