@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
@@ -305,7 +306,7 @@ def html_page(run, shown):
 # stages before tome are shared.
 RUNS = {
     "tome-1": ([], []),
-    "tome-2": (["--blocks", "2"], []),
+    "tome-2": (["--blocks", "2"], ["tome-1"]),
     "entities-as-experts": (["--set", "memory=entities"], []),
     "no-memory": (["--set", "memory=none"], []),
     "all-entities": ([], []),                         # the second world is trained on too
@@ -322,6 +323,7 @@ ONE, TWO = "one_hop", "two_hop"
 def python(script, *args):
     """Runs a script of this folder on one thread, so that as many as there are cores run at once. eval.py's JSON."""
     command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
+    tqdm.write(f"{time.strftime('%H:%M:%S')} {script} {' '.join(command[2:])}", sys.stderr)
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"{' '.join(command[1:])}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
@@ -363,6 +365,7 @@ def table_run(folder, name, seed, before):
         share(out, base, shared)
         run = train.read_run_file(base)
         run["set"] = dict(train.one_setting(value) for flag, value in zip(args, args[1:]) if flag == "--set")
+        run["blocks"] = 2 if "--blocks" in args else 1
         data.write_json(out / "run.json", run)
     else:
         make_world(out, seed, name == "all-entities")
@@ -573,7 +576,7 @@ def print_task(figures, task):
                   "the corpus; the others count as wrong")
         for name, (low, high) in figures["interval"].items():
             if name != "answer_is_entity":
-                print(f"  {NAMES.get(name, name.replace('_', ' ')):<24}{figures[name]:.3f}   95%: {low:.3f} to "
+                print(f"  {NAMES.get(name, name.replace('_', ' ')):<26}{figures[name]:.3f}   95%: {low:.3f} to "
                       f"{high:.3f}   ({round(figures[name] * figures['n'])} of {figures['n']})")
         return
     for hops, kinds in figures.items():
