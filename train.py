@@ -101,7 +101,7 @@ PRESETS = {
                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False,
                 log_every=200, save_every=200, eval_mentions=200,
                 schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
-                          "claims": Schedule(800, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
+                          "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
 
