@@ -1291,18 +1291,18 @@ class Wikitext:
 
     def target(self, written):
         """(entity or None, why it is none, whether the link's text is hidden) of a link's target."""
-        name, hidden = written.strip(" _:"), False
-        if ":" in written:
-            prefix, colon, _ = name.partition(":")
+        name = written.strip(" _:")
+        if ":" in name:
+            prefix = name.partition(":")[0]
             hidden = not written.lstrip().startswith(":")   # [[Category:…]] is hidden, [[:Category:…]] is not
-            namespace = self.namespaces.get(prefix.strip().replace("_", " ").lower()) if colon else 0
+            namespace = self.namespaces.get(prefix.strip().replace("_", " ").lower())
             if namespace in (6, 14):
                 return None, "to a file" if namespace == 6 else "to a category", hidden
             if namespace:
                 return None, "to another namespace", False
-            if colon and OTHER_WIKI.fullmatch(prefix):
+            if OTHER_WIKI.fullmatch(prefix):
                 return None, "to another wiki", False
-            if colon and LANGUAGE.fullmatch(prefix):
+            if LANGUAGE.fullmatch(prefix):
                 return None, "to another language", hidden
         name = canonical(name)
         if not name and "#" in written:
@@ -1513,6 +1513,19 @@ def extend_mentions(title, paragraphs) -> list:
     return result
 
 
+def _packed(pages):
+    """Batches of pages, packed: what Wikitext.batch reads."""
+    batch, size = [], 0
+    for page in pages:
+        batch.append(page)
+        size += len(page.text)
+        if size >= BATCH:
+            yield zlib.compress(json.dumps(batch, ensure_ascii=False).encode(), 1)
+            batch, size = [], 0
+    if batch:
+        yield zlib.compress(json.dumps(batch, ensure_ascii=False).encode(), 1)
+
+
 def _start_worker(*arguments):
     global _wikitext
     _wikitext = Wikitext(*arguments)
@@ -1542,39 +1555,31 @@ def write_wiki(path, out, extend=True, workers=1) -> Counter:
     A redirect may stand after the links that go through it, so pages wait in a temporary file beside `out` until
     the whole dump is read: about half its text's size, and less than half the time of unpacking the bz2 again.
     Memory holds a few batches and the redirects, about 200 bytes each."""
-    namespaces, redirects, disambiguations = dict(NAMESPACES), {}, set()
-    wikitext, counts, sizes, batch = Wikitext({}, set(), namespaces), Counter(), [], []
+    namespaces, redirects, disambiguations, counts = dict(NAMESPACES), {}, set(), Counter()
 
-    def put_aside():
-        packed = zlib.compress(json.dumps(batch, ensure_ascii=False).encode("utf-8", "surrogatepass"), 1)
-        sizes.append(spool.write(packed))
-        batch.clear()
+    def pages():
+        wikitext = Wikitext({}, set(), namespaces)
+        for page in read_dump(path, namespaces, "pages"):
+            if page.namespace == 0 and page.redirect is not None:
+                redirects[canonical(page.title)] = wikitext.target(page.redirect)[0] or ""
+            elif page.title.endswith(" (disambiguation)") or DISAMBIGUATION.search(page.text[-5000:]):
+                disambiguations.add(canonical(page.title))
+            yield page
 
     try:
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(out))) as spool, \
+        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(out))) as waiting, \
                 open(f"{out}.tmp", "wb") as file:
-            size = 0
-            for page in read_dump(path, namespaces, "pages"):
-                if page.namespace == 0 and page.redirect is not None:
-                    redirects[canonical(page.title)] = wikitext.target(page.redirect)[0] or ""
-                elif page.title.endswith(" (disambiguation)") or DISAMBIGUATION.search(page.text[-5000:]):
-                    disambiguations.add(canonical(page.title))
-                batch.append(page)
-                size += len(page.text)
-                if size >= BATCH:
-                    put_aside()
-                    size = 0
-            if not batch and not sizes:
+            sizes = [waiting.write(packed) for packed in _packed(pages())]
+            if not sizes:
                 raise DataError(f"{path}: holds no page; give a pages-articles dump")
-            put_aside()
             for title, target in redirects.items():
                 seen = {title}
                 while target in redirects and target not in seen:
                     seen.add(target)
                     target = redirects[target]
                 redirects.update(dict.fromkeys(seen, "" if target in seen else target))
-            spool.seek(0)
-            batches = (spool.read(n) for n in tqdm(sizes, "articles", unit=" batches", leave=False, disable=None))
+            waiting.seek(0)
+            batches = (waiting.read(n) for n in tqdm(sizes, "articles", unit=" batches", leave=False, disable=None))
             arguments = redirects, disambiguations, namespaces, extend, str(out).endswith(".gz")
             for data, some in _in_order(batches, workers, arguments):
                 file.write(data)

@@ -43,6 +43,10 @@ class Config:
     memory: str = "mentions"    # baselines: "entities", a trained EntityTable in its place; "none", no memory layers
     n_entities: int = 0         # … and the rows of that table, with which both answer questions
 
+    @property
+    def layers_a_block(self):
+        return max(1, self.n_block // self.n_blocks)
+
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""

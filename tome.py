@@ -44,8 +44,7 @@ class TOME(nn.Module):
         self.config = config
         self.embeddings = Embeddings(config)
         self.initial = TransformerBlock(config, config.n_initial)
-        n_layers = max(1, config.n_block // config.n_blocks)
-        self.blocks = nn.ModuleList(TOMEBlock(config, n_layers) for _ in range(config.n_blocks))
+        self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_a_block) for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
         self.claim = nn.Linear(config.hidden, 3)                            # data.CLAIM_LABELS (train.claim_logits)
@@ -207,7 +206,7 @@ def share_out(state, config):
 
     With two memory layers from the first step, toy BATCH-TOME's second one never found a use: where one retrieval is
     enough, the first layer learns it."""
-    first, each = "blocks.0.", max(1, config.n_block // config.n_blocks)
+    first, each = "blocks.0.", config.layers_a_block
     shared = {name: tensor for name, tensor in state.items() if not name.startswith(first)}
     for block in range(config.n_blocks):
         for name, tensor in state.items():

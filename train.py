@@ -708,12 +708,13 @@ def start_from(run, tome, start):
 def stage_tome(run, schedule, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     settings, corpus = run.settings, run.corpus
-    batch_tome = load_batch_tome(run) if run.config.memory == "mentions" else new_batch_tome(run)
-    fingerprint = batch_tome.encoder.fingerprint if run.config.memory == "mentions" else None
+    has_encoder = run.config.memory == "mentions"               # a baseline has none
+    batch_tome = load_batch_tome(run) if has_encoder else new_batch_tome(run)
+    fingerprint = batch_tome.encoder.fingerprint if has_encoder else None
     tome = TOME(run.config).to(run.device)
     tome.load_state_dict(share_out(batch_tome.tome.state_dict(), run.config))
     memory, training_memory = open_memory(run, tome, fingerprint)
-    if run.config.memory == "mentions":
+    if has_encoder:
         training_memory = training_memory.sample(settings.memory_fraction, run.seed)
     start_from(run, tome, start)
     passages = np.flatnonzero(~corpus.held_out)
