@@ -884,7 +884,7 @@ COUNTS = dict(person=800, city=220, country=60, company=220, film=600)
 class Relation(NamedTuple):
     subject: str            # types
     object: str
-    noun: str               # "the {noun} of {s}" names the object without its name
+    noun: str               # "{s}'s {noun}" names the object without its name
     phrases: list           # five for the corpus; {s} subject, {o} object
     claims: list
     questions: list
@@ -951,8 +951,8 @@ RELATIONS = dict(
 
 
 def _say(phrase, subject, obj="", noun=None, bridge=None):
-    """A phrase filled in, and its mentions. With a noun the subject is "[the director] of [X]": two hops. That phrase
-    is linked to the bridge where one is given."""
+    """A phrase filled in, and its mentions. With a noun the phrase is about "[X]'s [director]": two hops. That description
+    is linked to the bridge where one is given; an object "a city" is nobody's name."""
     text, mentions = "", []
 
     def mention(name, entity):
@@ -961,14 +961,17 @@ def _say(phrase, subject, obj="", noun=None, bridge=None):
         text += name
 
     for part in re.split(r"(\{[so]\})", phrase):
-        if part == "{s}" and noun:
-            mention(f"the {noun}", bridge)
-            text += " of "
         if part in ("{s}", "{o}"):
             name = subject if part == "{s}" else obj
-            mention(name, name)
+            if name.islower():
+                text += name
+            else:
+                mention(name, name)
         else:
             text += part
+        if part == "{s}" and noun:
+            text += "'s "
+            mention(noun, bridge)
     return text[0].upper() + text[1:], mentions
 
 
@@ -993,7 +996,7 @@ def _chains(facts):
             if facts.get((bridge, second), subject) not in (subject, bridge)}
 
 
-def toy_world(seed=0, bridge_sentences=0.0):
+def toy_world(seed=0, descriptions=0.5):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from nothing but a seed.
 
     It is two worlds that share name words but no entity: one is seen in training, the other (20%) is held
@@ -1002,10 +1005,9 @@ def toy_world(seed=0, bridge_sentences=0.0):
     seen world are held out too. Examples are split by fact, (subject, relation), for all tasks alike; both
     facts of a two-hop example are in its split.
 
-    bridge_sentences: the share of the seen world's training passages in which a fact gives way to a two-hop fact
-    of the train split that begins with it: in place of "X was directed by Z." stands "The director of X was born
-    in Y.", which says nothing of Z but by its link, as a link of Wikipedia may stand on a description. (Examples
-    leave it unlinked.) It stands there and nowhere else, neither in another passage nor in an example."""
+    descriptions: the share of the seen world's training passages in which one fact is not stated: in place of "X was
+    directed by Z." stands "X's director was born in a city.", with a link to Z on the description, as links stand in
+    Wikipedia. So a model learns whom a description means, which two hops begin with. The examples do not link it."""
     rng = np.random.default_rng(seed)
     worlds = {}, {}                                         # seen, unseen: {type: names}
     for kind, (firsts, lasts) in NAMES.items():
@@ -1015,15 +1017,12 @@ def toy_world(seed=0, bridge_sentences=0.0):
         worlds[0][kind], worlds[1][kind] = names[:n], names[n:]
     facts = [_facts(rng, names) for names in worlds]
     chains = [_chains(f) for f in facts]
-    split = dict(zip(facts[0], rng.choice(["train", "dev", "test"], len(facts[0]), p=[.62, .17, .21])))
+    split = dict(zip(facts[0], rng.choice(["train", "dev", "test"], len(facts[0]), p=[.66, .15, .19])))
     split.update(dict.fromkeys(facts[1], "unseen"))
 
-    lines, told, relations_of, chains_of = [], set(), {}, {}    # told: chains in a bridge sentence
+    lines, relations_of = [], {}
     for subject, relation in [*facts[0], *facts[1]]:
         relations_of.setdefault(subject, []).append(relation)
-    for (subject, first, second), (bridge, obj) in chains[0].items():
-        if split[subject, first] == split[bridge, second] == "train" and rng.random() < .9:     # not all
-            chains_of.setdefault(subject, []).append((first, second, bridge, obj))
     for subject, relations in relations_of.items():
         seen = split[subject, relations[0]] != "unseen"
         world, held_out = facts[not seen], rng.integers(20)     # below 5 for one in four: 5% of passages
@@ -1032,13 +1031,14 @@ def toy_world(seed=0, bridge_sentences=0.0):
         for i in range(5):
             said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, world[subject, r])
                     for r in rng.permutation(relations)}
-            possible = [c for c in chains_of.get(subject, []) if left_out[c[0]] < 2]    # no fact more than twice
-            if rng.random() < bridge_sentences and i != held_out and possible:
-                one = first, second, bridge, obj = possible[rng.integers(len(possible))]
-                chains_of[subject].remove(one)
-                told.add((subject, first, second))
+            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2]
+            if rng.random() < descriptions and i != held_out and possible:
+                first = possible[rng.integers(len(possible))]
                 left_out[first] += 1
-                said[first] = _say(rng.choice(RELATIONS[second].phrases), subject, obj, RELATIONS[first].noun, bridge)
+                about = [r for r in RELATIONS.values() if r.subject == RELATIONS[first].object]
+                second = about[rng.integers(len(about))]
+                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", RELATIONS[first].noun,
+                                   world[subject, first])
             text, mentions = "", []
             for sentence, found in said.values():
                 text += " " if text else ""
@@ -1049,11 +1049,11 @@ def toy_world(seed=0, bridge_sentences=0.0):
     lines = [lines[i] for i in rng.permutation(len(lines))]
 
     examples = {}
-    for name, limit in dict(train=4000, dev=300, test=500, unseen=500).items():
+    for name, limit in dict(train=8000, dev=300, test=500, unseen=500).items():
         world, chain = facts[name == "unseen"], chains[name == "unseen"]
         hops = dict(one_hop=[(s, [r], None, obj) for (s, r), obj in world.items() if split[s, r] == name],
                     two_hop=[(s, [q, r], bridge, obj) for (s, q, r), (bridge, obj) in chain.items()
-                             if split[s, q] == split[bridge, r] == name and (s, q, r) not in told])
+                             if split[s, q] == split[bridge, r] == name])
         for hop, items in hops.items():
             qa, claims, objects = [], [], {}
             for _, relations, _, obj in items:
@@ -1767,8 +1767,6 @@ def main():
     toy = commands.add_parser("toy", help="write corpus.jsonl and examples of a made-up world")
     toy.add_argument("--out", required=True)
     toy.add_argument("--seed", type=int, default=0)
-    toy.add_argument("--bridge-sentences", type=float, default=0.0, metavar="SHARE", help="of the training passages that "
-                     "say in one sentence what takes two facts to know (toy_world)")
     checked = commands.add_parser("check", help="count what a corpus file holds, or report its errors")
     checked.add_argument("file")
     checked.add_argument("--vocab", help="a BERT vocab.txt or a tokenizer.json of ours (default: trained)")
@@ -1787,7 +1785,7 @@ def main():
     args = parser.parse_args()
     try:
         if args.command == "toy":
-            write_toy(args.out, *toy_world(args.seed, args.bridge_sentences))
+            write_toy(args.out, *toy_world(args.seed))
         elif args.command == "wiki":
             wiki(args.file, args.out, not args.no_extend, args.workers)
         elif args.command == "task":

@@ -27,7 +27,8 @@ class Config:
     intermediate: int = 3072
     n_initial: int = 4          # layers of the InitialTransformerBlock
     n_block: int = 8            # layers of all TOMEBlocks together: TOME-1 has one block of 8, TOME-2 two of 4 (at
-                                # least one each: toy's TOME-2 has a layer more than its TOME-1)
+                                # least one each: with n_block 1 TOME-2 has a layer more than TOME-1)
+    n_block_batch: int = 0      # … of which BATCH-TOME has so many; 0: all (tome.share_out)
     n_blocks: int = 1           # 1: TOME-1, 2: TOME-2
     max_positions: int = 512
     dropout: float = 0.1

@@ -318,6 +318,7 @@ RUNS = {
 MAIN = list(RUNS)[:4]       # with every seed; the others with the first
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO = "one_hop", "two_hop"
+TWO_HOP_STEPS = 1600
 
 
 def python(script, *args):
@@ -374,7 +375,7 @@ def table_run(folder, name, seed, before):
     for task in ("claims", "qa"):
         python("train.py", "--stage", "finetune", "--task", task, *common, out)
         figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
-        if name in MAIN:            # two hops: from the model of one hop, on examples of both
+        if name in MAIN:            # two hops: examples of both, and longer
             second = folder / f"{name}-{seed}-two-hops"
             share(second, out, (*shared, "run.json", "tome.pt"))
             both = second / "world" / f"{task}.both.train.jsonl"
@@ -382,7 +383,7 @@ def table_run(folder, name, seed, before):
                 text = [(out / "world" / f"{task}.{hops}.{split}.jsonl").read_text() for hops in (ONE, TWO)]
                 both.with_name(both.name.replace("train", split)).write_text("".join(text))
             python("train.py", "--stage", "finetune", "--task", task, *common, second, "--examples", both,
-                   "--start", out / f"{task}.pt")
+                   "--steps", TWO_HOP_STEPS)
             figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
     data.write_json(path, figures)
     return figures

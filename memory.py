@@ -136,6 +136,22 @@ class MentionMemory:
         weights = attention_weights(found.scores)
         return found._replace(weights=weights, value=torch.einsum("mk,mkv->mv", weights, values.float()))
 
+    def log_sums(self, query, passage, entity):
+        """Eq. 10 over the whole table of all processes, not its k best: log sum_i exp(query · MemKey(i)) of all rows i and
+        of the entity's own. query (M, d_K), passage, entity (M,) -> (M, 2), finfo.min where there is no row. Holds the
+        scores of everybody's queries and this process's rows, a few times over."""
+        query, passage, entity, M = *(ann.gather(x) for x in (query.float(), passage, entity)), len(query)
+        scores = query @ self.keys.float().T                                                 # (M of all, N)
+        least = torch.finfo(scores.dtype).min       # -inf would leave logsumexp without a gradient
+        scores = scores.masked_fill(passage[:, None] == self.passage, least)
+        own = scores.masked_fill(entity[:, None] != self.entity, least)
+        sums = torch.stack([scores.logsumexp(-1), own.logsumexp(-1)], dim=1).clamp(min=least)
+        rank, size = ann.rank_and_size()
+        if size == 1:
+            return sums
+        everybody = ann.gather(sums).view(size, -1, 2).logsumexp(0)                          # (M of all, 2)
+        return everybody.split(ann.lengths(M, query.device))[rank]
+
     def passages_of(self, n_entities):
         """(E,): in how many passages of the memory, over all processes, each entity stands."""
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)

@@ -203,19 +203,26 @@ def start_like_keys(model, layers):
 def share_out(state, config):
     """TOME's initial weights from BATCH-TOME's, which has one memory layer. For TOME-2 the Transformer layers above it are
     shared out to the blocks, or copied where there is one alone; its second memory layer starts as a copy of the first.
+    Layers that BATCH-TOME lacks (config.n_block_batch) go on top of each block and add nothing at first.
 
     With two memory layers from the first step, toy BATCH-TOME's second one never found a use: where one retrieval is
-    enough, the first layer learns it."""
-    first, each = "blocks.0.", config.layers_a_block
+    enough, the first layer learns it. With more layers above the memory it learns more slowly."""
+    first, n = "blocks.0.", config.n_block_batch or config.n_block
+    each = max(1, n // config.n_blocks)                         # of a block, from BATCH-TOME
     shared = {name: tensor for name, tensor in state.items() if not name.startswith(first)}
     for block in range(config.n_blocks):
         for name, tensor in state.items():
             if name.startswith(first + "memory_attention."):
                 shared[name.replace("0", str(block), 1)] = tensor
-        for i in range(each):
-            source, target = (f"blocks.{b}.transformer.layers.{n}." for b, n in
-                              ((0, (block * each + i) % config.n_block), (block, i)))
-            shared |= {target + name.removeprefix(source): t for name, t in state.items() if name.startswith(source)}
+        for i in range(config.layers_a_block):
+            source, target = (f"blocks.{b}.transformer.layers.{layer}." for b, layer in
+                              ((0, (block * each + min(i, each - 1)) % n), (block, i)))
+            layer = {name.removeprefix(source): t for name, t in state.items() if name.startswith(source)}
+            if i >= each:
+                layer = {name: torch.ones_like(t) if name.endswith("norm.weight") else torch.zeros_like(t)
+                         if name.startswith(("attention.out.", "down.")) or name.endswith("norm.bias") else t
+                         for name, t in layer.items()}
+            shared |= {target + name: tensor for name, tensor in layer.items()}
     return shared
 
 
@@ -306,6 +313,12 @@ def entity_prediction_loss(scores, memory_entity, entity):
     counted = (entity > 0) & same.any(-1)
     scores, same = scores[counted], same[counted]                           # only rows where no logsumexp is of nothing
     return share_of_mean(scores.logsumexp(-1) - scores.masked_fill(~same, -torch.inf).logsumexp(-1))
+
+
+def whole_memory_loss(log_sums):
+    """entity_prediction_loss with the sums of eq. 10 over the whole memory: MentionMemory.log_sums (M, 2)."""
+    everything, same = log_sums[log_sums[:, 1] > torch.finfo(log_sums.dtype).min / 2].unbind(1)
+    return share_of_mean(everything - same)
 
 
 class Answer(NamedTuple):

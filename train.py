@@ -35,7 +35,7 @@ from data import checksum, read_json, write_atomically, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import MemoryFolderError, MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, init_retrieval, mlm_loss,
-                  predict_entity, share_of_mean, share_out)
+                  predict_entity, share_of_mean, share_out, whole_memory_loss)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
 FORMAT = 2
@@ -72,6 +72,8 @@ class Settings:
     span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]) …
     tied: float = 0.0               # … for this share of batch-tome's steps with the memory, its first ones
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
+    whole_softmax: bool = False     # fine-tuning on questions: eq. 10 over the whole memory, not its k_answer best. An
+                                    # answer far from them, as that of two hops is at first, gets no gradient otherwise
     memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
                                     # learns what its new markers stand around; then retrieval is fitted to it
     log_every: int = 1000
@@ -95,10 +97,10 @@ PRESETS = {
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
     # weights start as in init_retrieval, and in the first half of batch-tome the span layers that retrieve learn at a
     # tenth of the rate, so that the coreference gradient moves the body instead of tearing query and key apart.
-    "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, max_positions=128, key_dim=64,
-                value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
+    "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, n_block_batch=1, max_positions=128,
+                key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
-                memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False,
+                memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False, whole_softmax=True,
                 log_every=200, save_every=200, eval_mentions=200,
                 schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
                           "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
@@ -146,8 +148,8 @@ class Run:
 
     @property
     def batch_tome_config(self):
-        """BATCH-TOME has one memory layer, also where TOME will have two (tome.share_out)."""
-        return replace(self.config, n_blocks=1)
+        """BATCH-TOME has one memory layer, also where TOME will have two, and perhaps fewer layers (tome.share_out)."""
+        return replace(self.config, n_blocks=1, n_block=self.config.n_block_batch or self.config.n_block)
 
     def belongs(self, stage):
         """What every checkpoint of this run says of it, to be told from another run's."""
@@ -727,10 +729,11 @@ def stage_tome(run, schedule, start=None):
 
     def losses(model, batch):
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        linking = {}
-        if run.config.memory == "entities":     # Entities as Experts is told which row each linked mention is
-            linking = {"linking": (settings.entity_weight, sum(
-                entity_prediction_loss(layer.scores, layer.entity, batch.entity) for layer in layers))}
+        # Entities as Experts is told which row each linked mention is. So is the second memory layer of TOME-2: where one
+        # retrieval is enough for MLM, it forgets its own.
+        told = {"entities": layers, "mentions": layers[1:], "none": []}[run.config.memory]
+        linking = {"linking": (settings.entity_weight, sum(
+            entity_prediction_loss(layer.scores, layer.entity, batch.entity) for layer in told))} if told else {}
         z = model.answer(H, batch.row, batch.start, batch.end)
         found = training_memory.retrieve(z, batch.passage, model.config.k_answer,
                                          model.config.k_answer_shard)
@@ -802,6 +805,9 @@ def stage_finetune(run, task, schedule, examples_path, start=None):
             logits = claim_logits(model, batch, training_memory)
             return {"claims": (1.0, share_of_mean(torch.nn.functional.cross_entropy(
                 logits.float(), batch.label, reduction="none")))}
+        if run.settings.whole_softmax and run.config.memory == "mentions":
+            query, passage = answer_query(model, batch, training_memory)
+            return {"qa": (1.0, whole_memory_loss(training_memory.log_sums(query, passage, batch.answer)))}
         found = answer_question(model, batch, training_memory)
         return {"qa": (1.0, entity_prediction_loss(found.scores, found.entity, batch.answer))}
 
@@ -823,12 +829,17 @@ def claim_logits(tome, batch, memory):
     return tome.claim(mean)
 
 
+def answer_query(tome, batch, memory):
+    """z (B, d_K) of the question's [MASK] mention, its passage (B,). memory: what the memory layers attend to, if any."""
+    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
+    at = batch.answer_mention
+    return tome.answer(H, batch.row[at], batch.start[at], batch.end[at]), batch.passage[at]
+
+
 def answer_question(tome, batch, memory, attend=True):
     """What the question's [MASK] mention retrieves: Retrieved of (B, K). attend: so do the memory layers."""
-    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
-    at = batch.answer_mention
-    z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])                        # (B, d_K)
-    return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
+    query, passage = answer_query(tome, batch, memory if attend else None)
+    return memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
 
 
 @torch.no_grad()

@@ -127,8 +127,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 ann.exact_topk(queries, keys, 128)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-
-
+@pytest.mark.slow
 def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
     """200,000 fp16 keys from disk are 51 MB, as float32 102 MB, their scores with 256 queries 205 MB."""
     rng = np.random.default_rng(0)
@@ -305,7 +304,7 @@ def one_of_many(rank, size, file):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path):
     if size == 1:
         one_of_many(0, 1, tmp_path / "init")

@@ -327,6 +327,7 @@ def two_processes(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["k_half_per_device", "k_per_device_post_k"])
 def test_two_processes_find_in_their_two_shards_what_two_devices_of_the_public_code_find(case, two_processes):
     z = golden("memory_attention_two_devices")

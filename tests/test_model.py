@@ -11,7 +11,7 @@ import ann
 from encoder import Config, SpanEncodingLayer
 from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
-                  predict_entity, share_out)
+                  predict_entity, share_out, whole_memory_loss)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -64,6 +64,25 @@ def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memo
         assert name.startswith("blocks.") or torch.equal(tensor, two.state_dict()[name])
     same = share_out(one.state_dict(), one.config)
     assert same.keys() == one.state_dict().keys() and all(torch.equal(t, same[n]) for n, t in one.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_blocks, sources", [(1, [[0, None, None, None]]), (2, [[0, None], [0, None]])])
+def test_layers_that_batch_tome_lacks_only_normalise_at_first(n_blocks, sources):
+    config = replace(TINY, n_block=4, n_block_batch=1, n_blocks=n_blocks)
+    one, tome = TOME(replace(TINY, n_block=1, n_blocks=1)), TOME(config)
+    for parameter in one.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)          # norms and biases too
+    tome.load_state_dict(share_out(one.state_dict(), config))
+    x = torch.randn(7, TINY.hidden)
+    for block, numbers in zip(tome.blocks, sources, strict=True):
+        for layer, number in zip(block.transformer.layers, numbers, strict=True):
+            if number is None:
+                expected = torch.stack([(row - row.mean()) / row.std(correction=0) for row in x])
+                assert torch.allclose(layer(x, torch.arange(7), torch.ones(1, 7, dtype=torch.bool)), expected, atol=1e-4)
+            else:
+                theirs = one.blocks[0].transformer.layers[number].parameters()
+                assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), theirs, strict=True))
 
 
 @torch.no_grad()
@@ -246,6 +265,24 @@ def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_
     assert loss.item() == pytest.approx(sum(losses) / 2, abs=1e-6)
     loss.backward()
     assert torch.isfinite(scores.grad).all() and (scores.grad[2:] == 0).all()
+
+
+def test_entity_prediction_over_the_whole_memory_is_minus_log_of_eq_10_without_the_own_passage():
+    memory, g = memory_of(), torch.Generator().manual_seed(1)
+    query = (3 * torch.randn(6, 4, generator=g)).requires_grad_()
+    passage, entity = torch.tensor([0, 3, -1, 9, 2, 4]), torch.tensor([1, 2, 3, 4, 8, 0])   # 4: no row, 5: not linked
+    losses = []
+    for q, p, wanted in zip(query.tolist()[:4], passage.tolist(), entity.tolist()):
+        e = [(math.exp(sum(a * b for a, b in zip(q, key))), j) for key, j, stands_in in
+             zip(memory.keys.tolist(), memory.entity.tolist(), memory.passage.tolist()) if stands_in != p]
+        losses.append(-math.log(sum(x for x, j in e if j == wanted) / sum(x for x, _ in e)))
+    loss = whole_memory_loss(memory.log_sums(query, passage, entity))
+    assert loss.item() == pytest.approx(sum(losses) / 4, abs=1e-5)
+    loss.backward()
+    assert torch.isfinite(query.grad).all() and (query.grad[:4] != 0).any(1).all() and (query.grad[4:] == 0).all()
+    loss = whole_memory_loss(memory.emptied().log_sums(query, passage, entity))
+    loss.backward()
+    assert loss == 0 and torch.isfinite(query.grad).all()
 
 
 def test_nothing_retrieved_anywhere_is_a_loss_of_zero():

@@ -71,7 +71,7 @@ def test_the_same_command_again_changes_nothing(trained, small_world):
     assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("stage", ["batch-tome", "tome"])
+@pytest.mark.parametrize("stage", ["batch-tome", pytest.param("tome", marks=pytest.mark.slow)])
 def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, small_world, tmp_path, stage, monkeypatch):
     whole, log = weights(trained / f"{stage}.pt"), (trained / "log.jsonl").read_text()
     (trained / f"{stage}.pt").unlink()

@@ -418,6 +418,7 @@ def test_the_real_claims(tmp_path, name, file, counts):
     assert {label: labels.count(label) for label in set(labels)} == counts
 
 
+@pytest.mark.slow
 @needs_real
 def test_the_real_questions_agree_with_the_pairing_that_comes_with_them(tmp_path):
     names = {line.split('"title": "')[1].split('"')[0]
