@@ -28,7 +28,7 @@ from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import Iterator, NamedTuple
@@ -558,7 +558,7 @@ class Batch:
     mention: torch.Tensor           # (M,) corpus mention number, -1 = none
     label: torch.Tensor | None = None           # (B,) claims: index into CLAIM_LABELS, -1 = not known
     answer: torch.Tensor | None = None          # (B,) questions: entity of the first known answer, 0 = none
-    answer_mention: torch.Tensor | None = None  # (B,) questions: the mention that is the appended [MASK]
+    answer_mention: torch.Tensor | None = None  # (B,) the mention that is the appended [MASK], where there is one
 
     def to(self, device) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -811,16 +811,18 @@ def mention_finder(names):
         return f"entity names ({e})", lambda text: find_mentions(text, index)
 
 
-def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512) -> Batch:
+def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512, claim_mask=False) -> Batch:
     """Examples with mentions as an unmasked batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
-    task: "claims" or "qa". entity_index: name -> entity id. A text longer than max_length positions is cut."""
+    task: "claims", "qa" or None. claim_mask: claims end so too, and questions may stand among them (label -1; a claim's answer
+    is 0). entity_index: name -> entity id. A text longer than max_length positions is cut."""
+    with_mask = task == "qa" or claim_mask
     special, rng = special_ids(tokenizer), np.random.default_rng(0)
     rows, mentions = [], []                     # mentions: (row, start, end, entity, is it the answer)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for r, (example, encoding) in enumerate(zip(examples, encodings)):
         found = example.mentions
-        tail = [special[t] for t in (E_START, MASK, E_END)] if task == "qa" else []
+        tail = [special[t] for t in (E_START, MASK, E_END)] if with_mask else []
         room = max_length - len(tail)
         tokens = [special[CLS], special[SEP]]
         for piece in encode_text(encoding, found, room, room, special, Counter())[:1]:
@@ -842,9 +844,11 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
     batch = Batch(*map(torch.from_numpy, (tokens, tokens, tokens != special[PAD], row, start, end, entity,
                                           none, is_answer == 1, empty, empty, empty, none)))
     if task == "claims":
-        return replace(batch, label=torch.tensor([-1 if e.label is None else e.label for e in examples]))
-    answer = [next((entity_index[a] for a in e.answers if a in entity_index), 0) for e in examples]
-    return replace(batch, answer=torch.tensor(answer), answer_mention=torch.tensor(np.flatnonzero(is_answer)))
+        batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
+    if with_mask:
+        batch.answer = torch.tensor([next((entity_index[a] for a in e.answers if a in entity_index), 0) for e in examples])
+        batch.answer_mention = torch.tensor(np.flatnonzero(is_answer))
+    return batch
 
 
 # ---------------------------------------------------------------- the toy world
@@ -1075,6 +1079,8 @@ def toy_world(seed=0, descriptions=0.5):
                         claims.append(_line("text", _say(phrase, subject, claimed, noun), label=label, **info))
             examples[f"qa.{hop}.{name}"] = qa
             examples[f"claims.{hop}.{name}"] = claims if name == "train" else claims[:limit]
+    for key in [key for key in examples if key.endswith(("one_hop.train", "one_hop.dev"))]:     # to learn from together
+        examples[key.replace("one_hop", "both")] = examples[key] + examples[key.replace("one_hop", "two_hop")]
     return lines, examples
 
 

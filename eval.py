@@ -224,18 +224,17 @@ def verdict(says, probability, truth):
 def show_examples(run, tome, memory, task, examples):
     """What the model makes of examples, and what their mentions retrieved: a list of Shown. task None: read only."""
     tome.eval()
-    entity_index, shown = run.corpus.entity_index, []
+    shown = []
     for example in examples:
-        batch = data.example_batch([example], task or "claims", run.tokenizer, entity_index,
-                                   max_length=run.settings.max_length).to(run.device)
-        _, mentions = retrievals(run, tome, memory, batch)
+        batch = train.examples_batch(run, task, [example]).to(run.device)
+        H, mentions = retrievals(run, tome, memory, batch)
         says = ""
         if task == "claims":
-            probabilities = claim_logits(tome, batch, memory).softmax(-1)[0]
+            probabilities = claim_logits(tome, H, batch).softmax(-1)[0]
             truth = [] if example.label is None else [data.CLAIM_LABELS[example.label]]
             says = verdict(data.CLAIM_LABELS[int(probabilities.argmax())], probabilities.max(), truth)
         elif task == "qa":
-            found = answer_question(tome, batch, memory)
+            found = answer_question(tome, H, batch, memory)
             best = predict_entity(found.scores, found.entity)
             name = run.corpus.entity_names[int(best.entity[0])] or "nothing"
             says = verdict(name, best.probability[0], example.answers)
@@ -372,18 +371,15 @@ def table_run(folder, name, seed, before):
         make_world(out, seed, name == "all-entities")
     python("train.py", "--stage", "tome", *common, out, *(arg.format(folder) for arg in args))
     figures = {"masked": python("eval.py", "--json", "--out", out)}
-    for task in ("claims", "qa"):
+    for task in ("qa", "claims"):
         python("train.py", "--stage", "finetune", "--task", task, *common, out)
         figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
         if name in MAIN:            # two hops: examples of both, and longer
             second = folder / f"{name}-{seed}-two-hops"
             share(second, out, (*shared, "run.json", "tome.pt"))
-            both = second / "world" / f"{task}.both.train.jsonl"
-            for split in ("train", "dev"):
-                text = [(out / "world" / f"{task}.{hops}.{split}.jsonl").read_text() for hops in (ONE, TWO)]
-                both.with_name(both.name.replace("train", split)).write_text("".join(text))
-            python("train.py", "--stage", "finetune", "--task", task, *common, second, "--examples", both,
-                   "--steps", TWO_HOP_STEPS)
+            beside = ["--questions", second / "world" / "qa.both.train.jsonl"] if task == "claims" else []
+            python("train.py", "--stage", "finetune", "--task", task, *common, second, "--steps", TWO_HOP_STEPS,
+                   "--examples", second / "world" / f"{task}.both.train.jsonl", *beside)
             figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
     data.write_json(path, figures)
     return figures
@@ -484,8 +480,7 @@ def deciding(run, tome, memory, examples):
     in a passage that states the n-th fact}: that links both its subject and its object."""
     index, hits = run.corpus.entity_index, {}
     for example in examples:
-        batch = data.example_batch([example], "claims", run.tokenizer, index,
-                                   max_length=run.settings.max_length).to(run.device)
+        batch = train.examples_batch(run, "claims", [example]).to(run.device)
         _, found = tome(batch.tokens, batch.attention_mask, batch, memory)
         chain = [index[example.info[name]] for name in ("subject", "bridge", "object") if name in example.info]
         for layer, retrieved in enumerate(found, 1):

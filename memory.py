@@ -40,6 +40,7 @@ class Retrieved(NamedTuple):
     entity: torch.Tensor        # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
     value: torch.Tensor = None      # (M, d_V) eq. 8
+    query: torch.Tensor = None      # (M, d_K) eq. 6, of a memory layer
 
 
 def attention_weights(scores):
@@ -143,8 +144,12 @@ class MentionMemory:
         query, passage, entity, M = *(ann.gather(x) for x in (query.float(), passage, entity)), len(query)
         scores = query @ self.keys.float().T                                                 # (M of all, N)
         least = torch.finfo(scores.dtype).min       # -inf would leave logsumexp without a gradient
-        scores = scores.masked_fill(passage[:, None] == self.passage, least)
-        own = scores.masked_fill(entity[:, None] != self.entity, least)
+        if (passage >= 0).any():
+            scores = scores.masked_fill(passage[:, None] == self.passage, least)
+        m, i = (entity[:, None] == self.entity).nonzero(as_tuple=True)                       # few: a row for each m
+        count = torch.bincount(m, minlength=len(query))
+        own = scores.new_full((len(query), max(count.tolist(), default=0)), least)
+        own = own.index_put((m, ann.ragged(count)[1]), scores[m, i])
         sums = torch.stack([scores.logsumexp(-1), own.logsumexp(-1)], dim=1).clamp(min=least)
         rank, size = ann.rank_and_size()
         if size == 1:
@@ -206,7 +211,8 @@ class MemoryAttention(nn.Module):
 
     def forward(self, H, mentions, memory):
         row, start, end = mentions.row, mentions.start, mentions.end
-        found = memory.attend(self.query(H, row, start, end), mentions.passage, self.k, self.k_shard)
+        query = self.query(H, row, start, end)
+        found = memory.attend(query, mentions.passage, self.k, self.k_shard)._replace(query=query)
         # index_put with accumulate: of two mentions that start at the same token, both updates count. A mention that
         # was allowed nothing adds nothing, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)

@@ -74,6 +74,7 @@ class Settings:
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
     whole_softmax: bool = False     # fine-tuning on questions: eq. 10 over the whole memory, not its k_answer best. An
                                     # answer far from them, as that of two hops is at first, gets no gradient otherwise
+    claim_mask: bool = False        # claims end in a [MASK] mention as questions do, and may retrieve there
     memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
                                     # learns what its new markers stand around; then retrieval is fitted to it
     log_every: int = 1000
@@ -97,11 +98,11 @@ PRESETS = {
     # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
     # weights start as in init_retrieval, and in the first half of batch-tome the span layers that retrieve learn at a
     # tenth of the rate, so that the coreference gradient moves the body instead of tearing query and key apart.
-    "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, n_block_batch=1, max_positions=128,
+    "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=4, n_block_batch=1, max_positions=128,
                 key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False, whole_softmax=True,
-                log_every=200, save_every=200, eval_mentions=200,
+                claim_mask=True, log_every=200, save_every=200, eval_mentions=200,
                 schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
                           "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
@@ -777,69 +778,98 @@ def read_task_examples(run, task, path):
     return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
 
 
-def stage_finetune(run, task, schedule, examples_path, start=None):
-    """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1."""
+def stage_finetune(run, task, schedule, examples_path, start=None, questions_path=None):
+    """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
+
+    questions_path: questions that stand in every batch beside the claims. The last memory layer learns to retrieve their
+    answers, where a question has its [MASK]; then claims of two hops can be judged by what it retrieves at theirs. From
+    their labels alone it was not learnt."""
     corpus = run.corpus
     tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
-    entity_index = corpus.entity_index
-    if task == "qa":    # a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)
-        n, examples = len(examples), [e for e in examples if any(a in entity_index for a in e.answers)]
-        say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of the corpus "
-            f"({len(examples) / max(n, 1):.1%}); the others are left out.")
+    questions = read_examples(run, "qa", questions_path) if questions_path else []
+
+    def answerable(questions):      # whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)
+        known = [e for e in questions if any(a in corpus.entity_index for a in e.answers)]
+        say(f"{len(known):,} of {len(questions):,} questions to train on have an answer that is an entity of the corpus "
+            f"({len(known) / max(len(questions), 1):.1%}); the others are left out.")
+        return known
+
+    if task == "qa":
+        examples = answerable(examples)
+    elif questions_path:
+        questions = answerable(questions)
     if not examples:
         raise RunError(f"{examples_path}: no example to train on: none has a label or an answer that is in the corpus")
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
+    beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(questions)))
     if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
         tome.claim.bias.data[list(absent)] = -1e4
 
     def next_batch(step):
-        return data.example_batch([examples[i] for i in epochs.at(step, schedule.batch)], task, run.tokenizer,
-                                  entity_index, max_length=run.settings.max_length)
+        chosen = [examples[i] for i in epochs.at(step, schedule.batch)]
+        if questions:
+            chosen += [questions[i] for i in beside.at(step, schedule.batch)]
+        return examples_batch(run, task, chosen)
 
     def losses(model, batch):
-        if task == "claims":
-            logits = claim_logits(model, batch, training_memory)
-            return {"claims": (1.0, share_of_mean(torch.nn.functional.cross_entropy(
-                logits.float(), batch.label, reduction="none")))}
-        if run.settings.whole_softmax and run.config.memory == "mentions":
-            query, passage = answer_query(model, batch, training_memory)
-            return {"qa": (1.0, whole_memory_loss(training_memory.log_sums(query, passage, batch.answer)))}
-        found = answer_question(model, batch, training_memory)
-        return {"qa": (1.0, entity_prediction_loss(found.scores, found.entity, batch.answer))}
+        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        if task == "qa":
+            return {"qa": (1.0, answer_loss(run, training_memory, answer_query(model, H, batch), batch))}
+        known = batch.label >= 0
+        parts = {"claims": (1.0, share_of_mean(torch.nn.functional.cross_entropy(
+            claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))}
+        if questions and layers[-1] is not None:
+            parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
+        return parts
 
     def evaluate(model):
         return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
 
+    read = (examples, dev, questions) if questions else (examples, dev)
     train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
-                {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr((examples, dev)).encode())})
+                {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr(read).encode())})
 
 
-def claim_logits(tome, batch, memory):
+def examples_batch(run, task, examples):
+    """A batch of examples as this run reads them; task None: only their texts."""
+    return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
+                              claim_mask=task == "claims" and run.settings.claim_mask)
+
+
+def claim_logits(tome, H, batch):
     """(B, 3), data.CLAIM_LABELS: from the mean of the mentions' [E_start] encodings, where what was retrieved stands.
 
     The paper does not name its head. Read off [CLS], toy claims stayed at chance for 300 steps; so, they are learnt."""
-    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
     mean = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start]) / n_mentions[:, None]
     return tome.claim(mean)
 
 
-def answer_query(tome, batch, memory):
-    """z (B, d_K) of the question's [MASK] mention, its passage (B,). memory: what the memory layers attend to, if any."""
-    H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
+def answer_query(tome, H, batch):
+    """z (B, d_K) of each question's [MASK] mention."""
     at = batch.answer_mention
-    return tome.answer(H, batch.row[at], batch.start[at], batch.end[at]), batch.passage[at]
+    return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
 
 
-def answer_question(tome, batch, memory, attend=True):
-    """What the question's [MASK] mention retrieves: Retrieved of (B, K). attend: so do the memory layers."""
-    query, passage = answer_query(tome, batch, memory if attend else None)
-    return memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
+def answer_question(tome, H, batch, memory):
+    """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
+    return memory.retrieve(answer_query(tome, H, batch), batch.passage[batch.answer_mention], tome.config.k_answer,
+                           tome.config.k_answer_shard)
+
+
+def answer_loss(run, memory, query, batch):
+    """Entity prediction at the [MASK] mentions of those rows that have an answer. query (B, d_K) of each."""
+    asked = batch.answer > 0
+    query, passage, answer = query[asked], batch.passage[batch.answer_mention[asked]], batch.answer[asked]
+    if run.settings.whole_softmax and run.config.memory == "mentions":
+        return whole_memory_loss(memory.log_sums(query, passage, answer))
+    found = memory.retrieve(query, passage, run.config.k_answer, run.config.k_answer_shard)
+    return entity_prediction_loss(found.scores, found.entity, answer)
 
 
 @torch.no_grad()
@@ -856,16 +886,15 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
         memory = memory.by_article(corpus.article)
     for first in range(0, len(examples), batch_size):
         chosen = examples[first:first + batch_size]
-        batch = data.example_batch(chosen, task, run.tokenizer, entity_index,
-                                   max_length=run.settings.max_length).to(run.device)
+        batch = examples_batch(run, task, chosen).to(run.device)
         if without:
             articles = torch.tensor([article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
             batch.passage = articles[batch.row]
+        H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
         if task == "claims":
-            logits = claim_logits(tome, batch, memory if attend else None)
-            right += (logits.argmax(-1) == batch.label).tolist()
+            right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
             continue
-        found = answer_question(tome, batch, memory, attend)
+        found = answer_question(tome, H, batch, memory)
         predicted = predict_entity(found.scores, found.entity).entity.tolist()
         for example, entity, top in zip(chosen, predicted, found.entity[:, :20].tolist()):
             answers = {entity_index.get(answer, -1) for answer in example.answers}
@@ -930,6 +959,8 @@ def parse_arguments(argv):
     parser.add_argument("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
     parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
+    parser.add_argument("--questions", metavar="FILE", help="with --task claims: questions to learn from beside them, by "
+                        "which the last memory layer learns to retrieve what a claim's [MASK] asks for")
     parser.add_argument("--steps", type=whole(1), help="instead of the preset's, for the stage named")
     parser.add_argument("--batch", type=whole(1), help="passages or examples a step, likewise")
     parser.add_argument("--seed", type=whole(0))
@@ -952,17 +983,21 @@ def parse_arguments(argv):
         parser.error("--task goes with --stage finetune, and --stage finetune needs it")
     if args.examples and args.stage != "finetune":
         parser.error("--examples goes with --stage finetune")
+    if args.questions and args.task != "claims":
+        parser.error("--questions goes with --stage finetune --task claims")
     if (args.steps or args.batch) and args.stage == "memory":
         parser.error("--steps and --batch do not go with --stage memory: it reads the corpus once")
     return args
 
 
 def train(args):
-    for name in ("examples", "append"):         # before hours of training, not after
+    for name in ("examples", "questions", "append"):    # before hours of training, not after
         path = getattr(args, name)
         if path and not Path(path).exists():
             raise RunError(f"{path}: no such file; --{name} wants a file of JSON lines (see the README)")
     run = make_run(args)
+    if args.questions and not run.settings.claim_mask:
+        raise RunError("--questions: the claims of this run have no [MASK] at their end; add --set claim_mask=true")
     baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
     if baseline and args.stage in STAGES[:2]:
         raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")
@@ -991,7 +1026,7 @@ def train(args):
         elif stage == "tome":
             stage_tome(run, schedule, args.start if last else None)
         else:
-            stage_finetune(run, args.task, schedule, args.examples, args.start)
+            stage_finetune(run, args.task, schedule, args.examples, args.start, args.questions)
         say(f"Stage {stage} done in {time.time() - started:.0f} s.")
     return run
 

@@ -695,6 +695,9 @@ def test_toy_examples_are_true_to_the_facts_and_their_splits_share_none(toy):
     used = defaultdict(set)
     for name, records in examples.items():
         task, hops, split = name.split(".")
+        if hops == "both":
+            assert records == examples[f"{task}.one_hop.{split}"] + examples[f"{task}.two_hop.{split}"]
+            continue
         assert len(records) >= {"train": 3000, "dev": 150, "test": 300, "unseen": 500}[split]
         for e in records:
             relations = e["relations"]
@@ -762,6 +765,7 @@ def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run)
     assert run("toy", "--out", tmp_path / "a", "--seed", 3).returncode == 0
     names = {f"{task}.{hops}.{split}.jsonl" for task in ("claims", "qa") for hops in ("one_hop", "two_hop")
              for split in ("train", "dev", "test", "unseen")} | {"corpus.jsonl"}
+    names |= {f"{task}.both.{split}.jsonl" for task in ("claims", "qa") for split in ("train", "dev")}
     assert {p.name for p in (tmp_path / "a").iterdir()} == names
     texts = list(data.read_corpus(tmp_path / "a" / "corpus.jsonl"))
     assert [t.text for t in texts] == [p["text"] for p in toy[0]]

@@ -65,6 +65,46 @@ def finetune(run, task, path):
     return train.main(["--stage", "finetune", "--task", task, "--examples", str(path), "--out", str(run)])
 
 
+def test_questions_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path, monkeypatch):
+    """One batch of both against each read alone, the sums of eq. 10 by hand."""
+    claims = [data.Example(claim, data.find_mentions(claim, NAMES), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
+    questions = [data.Example(f"Who taught {name}?", data.find_mentions(f"Who taught {name}?", NAMES), None, [answer], {})
+                 for name, answer in zip(NAMES, NAMES[1:])]
+    paths = [write(tmp_path / f"{name}.jsonl", records) for name, records in (
+        ("claims", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
+                     "label": data.CLAIM_LABELS[e.label]} for e in claims]),
+        ("questions", [{"question": e.text, "mentions": [m._asdict() for m in e.mentions], "answers": e.answers}
+                       for e in questions]))]
+    caught = {}
+    monkeypatch.setattr(train, "train_stage", lambda run, stage, model, schedule, next_batch, losses, *_: caught.update(
+        model=model.eval(), batch=next_batch(0), losses=losses))
+    loaded, _, _ = evaluation.open_run(run)
+    train.stage_finetune(loaded, "claims", train.Schedule(1, 1e-3, 0, 6), paths[0], questions_path=paths[1])
+    model, batch = caught["model"], caught["batch"]
+    with torch.no_grad():
+        parts = {name: float(loss) for name, (_, loss) in caught["losses"](model, batch).items()}
+    assert parts.keys() == {"claims", "asked"} and len(batch.tokens) == 12 and (batch.answer > 0).tolist() == 6 * [0] + 6 * [1]
+    training = train.open_memory(loaded, model, None)[1]
+    by_hand = {"claims": [], "asked": []}
+    drawn = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.attention_mask)]
+    for example in [*claims, *questions]:
+        task = "claims" if example.label is not None else "qa"
+        one = train.examples_batch(loaded, task, [example])
+        if one.tokens[0].tolist() not in drawn:
+            continue
+        with torch.no_grad():
+            H, layers = model(one.tokens, one.attention_mask, one, training)
+            logits = model.claim.weight @ H[0, one.start].mean(0) + model.claim.bias
+        if task == "claims":
+            by_hand["claims"].append(-float(logits.log_softmax(0)[example.label]))
+        else:
+            scores = np.exp(training.keys.numpy().astype(np.float64) @ layers[-1].query[-1].numpy())
+            by_hand["asked"].append(-math.log(scores[training.entity.numpy() == int(one.answer)].sum() / scores.sum()))
+    assert len(by_hand["claims"]) == len(by_hand["asked"]) == 6
+    for name, losses in by_hand.items():
+        assert parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
+
+
 def evaluate(run, *arguments):
     return evaluation.main(["--out", str(run), *map(str, arguments)])
 
@@ -156,10 +196,10 @@ def test_without_memory_the_layers_are_off(run):
     """By hand: the blocks' Transformers alone, the mean of the markers, the head; that says the labels, so all is right."""
     loaded, tome, memory = evaluation.open_run(run)
     memory.values *= 100                                            # that what is attended to is seen in what is said
-    index, means, with_memory = {name: i for i, name in enumerate(loaded.corpus.entity_names)}, [], []
+    means, with_memory = [], []
     examples = [data.Example(claim, data.find_mentions(claim, NAMES), 0, [], {}) for claim in CLAIMS]
     for example in examples:
-        batch = data.example_batch([example], "claims", loaded.tokenizer, index)
+        batch = train.examples_batch(loaded, "claims", [example])
         with torch.no_grad():
             H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
             for block in tome.blocks:
@@ -444,7 +484,7 @@ def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():
     corpus.mention_first = np.array([0, 2, 4, 5])
     memory = types.SimpleNamespace(passage=torch.tensor([0, 0, 1, 1, 2]))
     found = [types.SimpleNamespace(ids=torch.tensor([[0, 4]])), types.SimpleNamespace(ids=torch.tensor([[2, 0]]))]
-    run = types.SimpleNamespace(corpus=corpus, tokenizer=None, device="cpu", settings=types.SimpleNamespace(max_length=9))
+    run = types.SimpleNamespace(corpus=corpus, tokenizer=None, device="cpu", settings=types.SimpleNamespace(max_length=9, claim_mask=False))
     batch = types.SimpleNamespace(tokens=None, attention_mask=None)
     batch.to = lambda device: batch
     with pytest.MonkeyPatch.context() as patch:
