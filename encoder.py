@@ -213,7 +213,7 @@ def bert_config(folder, config):
         config = replace(config, vocab_size=bert["vocab_size"], hidden=bert["hidden_size"],
                          n_heads=bert["num_attention_heads"], intermediate=bert["intermediate_size"],
                          max_positions=bert["max_position_embeddings"], n_initial=n_layers - n_block, n_block=n_block,
-                         gelu=GELU.get(bert.get("hidden_act", "gelu")))
+                         n_block_batch=0, gelu=GELU.get(bert.get("hidden_act", "gelu")))
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}/config.json has no {error}; is it a BERT model?") from None
     if bert.get("model_type", "bert") != "bert":        # RoBERTa's names are the same, its positions are not
