@@ -1027,6 +1027,8 @@ def toy_world(seed=0, descriptions=0.5):
     lines, relations_of = [], {}
     for subject, relation in [*facts[0], *facts[1]]:
         relations_of.setdefault(subject, []).append(relation)
+    about = {name: [other for other in RELATIONS.values() if other.subject == relation.object]
+             for name, relation in RELATIONS.items()}       # what can be said of its object
     for subject, relations in relations_of.items():
         seen = split[subject, relations[0]] != "unseen"
         world, held_out = facts[not seen], rng.integers(20)     # below 5 for one in four: 5% of passages
@@ -1035,12 +1037,11 @@ def toy_world(seed=0, descriptions=0.5):
         for i in range(5):
             said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, world[subject, r])
                     for r in rng.permutation(relations)}
-            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2]
+            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2 and about[r]]
             if rng.random() < descriptions and i != held_out and possible:
                 first = possible[rng.integers(len(possible))]
                 left_out[first] += 1
-                about = [r for r in RELATIONS.values() if r.subject == RELATIONS[first].object]
-                second = about[rng.integers(len(about))]
+                second = about[first][rng.integers(len(about[first]))]
                 said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", RELATIONS[first].noun,
                                    world[subject, first])
             text, mentions = "", []

@@ -363,14 +363,14 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     monkeypatch.setattr(data, "NAMES", {kind: (firsts[:18], lasts[:18]) for kind, (firsts, lasts) in data.NAMES.items()})
     monkeypatch.setattr(data, "RELATIONS", {name: data.RELATIONS[name] for name in (
         "born_in", "employer", "country", "mayor", "director", "location")})        # two sentences a passage
-    lines, examples = data.toy_world(0)
+    lines, examples = data.toy_world(0, descriptions=0)
     questions = [q for q in examples["qa.one_hop.unseen"] if q["relations"][0] in ("director", "location")]
     films = {q["subject"] for q in questions}               # no passage but their own names them
     world, more, new = tmp_path / "world", tmp_path / "more.jsonl", tmp_path / "new.jsonl"
     data.write_toy(world, [line for line in lines if line["title"] not in films], examples)
     data.write_lines(more, [line for line in lines if line["title"] in films])
     data.write_lines(new, questions)
-    schedule = {"batch-tome": train.Schedule(360, 3e-3, 40, 64), "tome": train.Schedule(80, 2e-3, 20, 64),
+    schedule = {"batch-tome": train.Schedule(480, 3e-3, 40, 64), "tome": train.Schedule(80, 2e-3, 20, 64),
                 "qa": train.Schedule(60, 1e-3, 10, 64)}
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 360,
                                                "eval_mentions": 40, "tied": 1.0})
