@@ -127,6 +127,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 ann.exact_topk(queries, keys, 128)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
+
+
 @pytest.mark.slow
 def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
     """200,000 fp16 keys from disk are 51 MB, as float32 102 MB, their scores with 256 queries 205 MB."""

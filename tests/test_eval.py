@@ -485,7 +485,8 @@ def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():
     corpus.mention_first = np.array([0, 2, 4, 5])
     memory = types.SimpleNamespace(passage=torch.tensor([0, 0, 1, 1, 2]))
     found = [types.SimpleNamespace(ids=torch.tensor([[0, 4]])), types.SimpleNamespace(ids=torch.tensor([[2, 0]]))]
-    run = types.SimpleNamespace(corpus=corpus, tokenizer=None, device="cpu", settings=types.SimpleNamespace(max_length=9, claim_mask=False))
+    run = types.SimpleNamespace(corpus=corpus, tokenizer=None, device="cpu",
+                                settings=types.SimpleNamespace(max_length=9, claim_mask=False))
     batch = types.SimpleNamespace(tokens=None, attention_mask=None)
     batch.to = lambda device: batch
     with pytest.MonkeyPatch.context() as patch:
