@@ -13,6 +13,7 @@ A passage of n tokens with m mentions takes n + 2m + 2 positions:
 """
 import argparse
 import bz2
+import gc
 import gzip
 import html
 import json
@@ -902,7 +903,7 @@ RELATIONS = dict(
         ["In which city was {s} born?", "Where was {s} born?"]),
     employer=Relation("person", "company", "employer", [
         "{s} works for {o}.", "{o} is the company which employs {s}.", "The employer of {s} is {o}.",
-        "{s} has a job at {o}.", "The company {o} pays the wages of {s}."],
+        "{s} has a job at {o}.", "Every month {o} pays the wages of {s}."],
         ["{o} employs {s}.", "{s} has a job at the company {o}."],
         ["Which company employs {s}?", "Which company is the employer of {s}?"]),
     teacher=Relation("person", "person", "teacher", [
@@ -1522,19 +1523,23 @@ def extend_mentions(title, paragraphs) -> list:
 
 def _packed(pages):
     """Batches of pages, packed: what Wikitext.batch reads."""
+    def pack(batch):
+        return zlib.compress(json.dumps(batch, ensure_ascii=False).encode(), 1)
+
     batch, size = [], 0
     for page in pages:
         batch.append(page)
         size += len(page.text)
         if size >= BATCH:
-            yield zlib.compress(json.dumps(batch, ensure_ascii=False).encode(), 1)
+            yield pack(batch)
             batch, size = [], 0
     if batch:
-        yield zlib.compress(json.dumps(batch, ensure_ascii=False).encode(), 1)
+        yield pack(batch)
 
 
 def _start_worker(*arguments):
     global _wikitext
+    gc.disable()                                            # nothing makes cycles; to look for them took an eighth
     _wikitext = Wikitext(*arguments)
 
 
@@ -1604,6 +1609,7 @@ def write_wiki(path, out, extend=True, workers=1) -> Counter:
 
 def wiki(path, out, extend=True, workers=1):
     """`data.py wiki`: writes the corpus of a dump and prints what became of each page and of each link."""
+    gc.disable()                                            # as in _start_worker
     counts = write_wiki(path, out, extend, workers)
     counts["pages"] = sum(n for key, n in counts.items() if key[0] == "pages")
     for group in ("pages", "links"):

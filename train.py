@@ -773,9 +773,22 @@ def read_task_examples(run, task, path):
     dev = path.with_name(path.name.replace("train", "dev"))
     if dev != path and dev.exists():
         return examples, read_examples(run, task, dev)
+    if len(examples) < 2:
+        raise RunError(f"{path}: one example cannot be learnt from and measured on; add more, or a file whose name says dev")
     order = np.random.default_rng(0).permutation(len(examples))
     n_dev = max(1, len(examples) // 10)
     return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
+
+
+def answerable(run, questions, path):
+    """Those to train on: a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)."""
+    known = [e for e in questions if any(a in run.corpus.entity_index for a in e.answers)]
+    if not known:
+        raise RunError(f"{path}: no question has an answer that is an entity of the corpus; name answers as the corpus "
+                       "names its entities (data.py task maps those of published tasks)")
+    say(f"{len(known):,} of {len(questions):,} questions to train on have an answer that is an entity of the corpus "
+        f"({len(known) / len(questions):.1%}); the others are left out.")
+    return known
 
 
 def stage_finetune(run, task, schedule, examples_path, start=None, questions_path=None):
@@ -784,25 +797,13 @@ def stage_finetune(run, task, schedule, examples_path, start=None, questions_pat
     questions_path: questions that stand in every batch beside the claims. The last memory layer learns to retrieve their
     answers, where a question has its [MASK]; then claims of two hops can be judged by what it retrieves at theirs. From
     their labels alone it was not learnt."""
-    corpus = run.corpus
     tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
-    questions = read_examples(run, "qa", questions_path) if questions_path else []
-
-    def answerable(questions):      # whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)
-        known = [e for e in questions if any(a in corpus.entity_index for a in e.answers)]
-        say(f"{len(known):,} of {len(questions):,} questions to train on have an answer that is an entity of the corpus "
-            f"({len(known) / max(len(questions), 1):.1%}); the others are left out.")
-        return known
-
+    questions = answerable(run, read_examples(run, "qa", questions_path), questions_path) if questions_path else []
     if task == "qa":
-        examples = answerable(examples)
-    elif questions_path:
-        questions = answerable(questions)
-    if not examples:
-        raise RunError(f"{examples_path}: no example to train on: none has a label or an answer that is in the corpus")
+        examples = answerable(run, examples, examples_path)
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
     beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(questions)))
     if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
