@@ -374,12 +374,13 @@ def table_run(folder, name, seed, before):
     for task in ("qa", "claims"):
         python("train.py", "--stage", "finetune", "--task", task, *common, out)
         figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
-        if name in MAIN:            # two hops: examples of both, and longer
+        if name in MAIN:            # two hops: examples of both, longer; claims from what can judge one, beside questions
             second = folder / f"{name}-{seed}-two-hops"
             share(second, out, (*shared, "run.json", "tome.pt"))
-            beside = ["--questions", second / "world" / "qa.both.train.jsonl"] if task == "claims" else []
+            more = [] if task == "qa" else ["--lr", 1e-3, "--start", out / "claims.pt", "--questions",
+                                            second / "world" / "qa.both.train.jsonl"]
             python("train.py", "--stage", "finetune", "--task", task, *common, second, "--steps", TWO_HOP_STEPS,
-                   "--examples", second / "world" / f"{task}.both.train.jsonl", *beside)
+                   "--examples", second / "world" / f"{task}.both.train.jsonl", *more)
             figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
     data.write_json(path, figures)
     return figures

@@ -38,7 +38,7 @@ from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit
                   predict_entity, share_of_mean, share_out, whole_memory_loss)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -466,7 +466,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     first = run.first_with_memory(schedule)
     checkpoint = load_checkpoint(path, stage, run)
     if checkpoint is not None:
-        for name in ("steps", "batch"):
+        for name in ("steps", "batch", "lr"):
             if checkpoint[name] != getattr(schedule, name):
                 raise RunError(f"{path} was trained with --{name} {checkpoint[name]}, not {getattr(schedule, name)}; "
                                f"leave --{name} out, or choose another --out")
@@ -490,9 +490,9 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     def save():
         if rank == 0:
             values = {} if best is None else {"best": best_weights, "best_score": best}
-            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, batch=schedule.batch, processes=size,
-                            sums=sums, model=model.state_dict(), optimizer=optimizer.state_dict(), **values,
-                            **extra, **run.belongs(stage))
+            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, batch=schedule.batch, lr=schedule.lr,
+                            processes=size, sums=sums, model=model.state_dict(), optimizer=optimizer.state_dict(),
+                            **values, **extra, **run.belongs(stage))
 
     progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
     n_tokens, since = 0, time.time()
@@ -823,8 +823,10 @@ def stage_finetune(run, task, schedule, examples_path, start=None, questions_pat
         known = batch.label >= 0
         parts = {"claims": (1.0, share_of_mean(torch.nn.functional.cross_entropy(
             claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))}
-        if questions and layers[-1] is not None:
-            parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
+        if questions:
+            parts["qa"] = (1.0, answer_loss(run, training_memory, answer_query(model, H, batch), batch))
+            if layers[-1] is not None:
+                parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
         return parts
 
     def evaluate(model):
@@ -929,6 +931,16 @@ def whole(least):
     return number
 
 
+def rate(text):
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 10:
+        raise argparse.ArgumentTypeError(f"{text} is not a learning rate, a number above 0 such as 1e-3")
+    return number
+
+
 def one_setting(text):
     """NAME=VALUE -> (name, value), of the type that the field has."""
     known = {f.name: f.default for f in (*fields(Settings), *fields(Config)) if isinstance(f.default, (int, float, str))}
@@ -964,6 +976,7 @@ def parse_arguments(argv):
                         "which the last memory layer learns to retrieve what a claim's [MASK] asks for")
     parser.add_argument("--steps", type=whole(1), help="instead of the preset's, for the stage named")
     parser.add_argument("--batch", type=whole(1), help="passages or examples a step, likewise")
+    parser.add_argument("--lr", type=rate, help="largest learning rate, likewise")
     parser.add_argument("--seed", type=whole(0))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
@@ -986,8 +999,8 @@ def parse_arguments(argv):
         parser.error("--examples goes with --stage finetune")
     if args.questions and args.task != "claims":
         parser.error("--questions goes with --stage finetune --task claims")
-    if (args.steps or args.batch) and args.stage == "memory":
-        parser.error("--steps and --batch do not go with --stage memory: it reads the corpus once")
+    if (args.steps or args.batch or args.lr) and args.stage == "memory":
+        parser.error("--steps, --batch and --lr do not go with --stage memory: it reads the corpus once")
     return args
 
 
@@ -1014,12 +1027,12 @@ def train(args):
         if stage == "tome" and baseline:        # as many steps as TOME has had then
             first = run.settings.schedule["batch-tome"]
             schedule = replace(first, steps=first.steps + schedule.steps)
-        if schedule is not None:        # --steps and --batch, or what this stage was started with, or the preset's
+        if schedule is not None:        # --steps, --batch and --lr, or what this stage was started with, or the preset's
+            if run.init and stage != "finetune":
+                schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
             begun = load_checkpoint(run.out / f"{name}.pt", name, run) or asdict(schedule)
-            steps, batch = ((getattr(args, name) if last else None) or begun[name] for name in ("steps", "batch"))
-            rate = run.settings.bert_rate if run.init and stage != "finetune" else 1.0
-            schedule = replace(schedule, steps=steps, batch=batch, warmup=min(schedule.warmup, steps // 10),
-                               lr=schedule.lr * rate)
+            steps, batch, lr = ((getattr(args, name) if last else None) or begun[name] for name in ("steps", "batch", "lr"))
+            schedule = Schedule(steps, lr, min(schedule.warmup, steps // 10), batch)
         if stage == "batch-tome":
             stage_batch_tome(run, schedule)
         elif stage == "memory":

@@ -83,9 +83,9 @@ def test_questions_beside_claims_teach_the_last_memory_layer_and_each_has_its_ow
     model, batch = caught["model"], caught["batch"]
     with torch.no_grad():
         parts = {name: float(loss) for name, (_, loss) in caught["losses"](model, batch).items()}
-    assert parts.keys() == {"claims", "asked"} and len(batch.tokens) == 12 and (batch.answer > 0).tolist() == 6 * [0] + 6 * [1]
+    assert parts.keys() == {"claims", "qa", "asked"} and len(batch.tokens) == 12 and (batch.answer > 0).tolist() == 6 * [0] + 6 * [1]
     training = train.open_memory(loaded, model, None)[1]
-    by_hand = {"claims": [], "asked": []}
+    by_hand = {"claims": [], "qa": [], "asked": []}
     drawn = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.attention_mask)]
     for example in [*claims, *questions]:
         task = "claims" if example.label is not None else "qa"
@@ -98,9 +98,12 @@ def test_questions_beside_claims_teach_the_last_memory_layer_and_each_has_its_ow
         if task == "claims":
             by_hand["claims"].append(-float(logits.log_softmax(0)[example.label]))
         else:
-            scores = np.exp(training.keys.numpy().astype(np.float64) @ layers[-1].query[-1].numpy())
-            by_hand["asked"].append(-math.log(scores[training.entity.numpy() == int(one.answer)].sum() / scores.sum()))
-    assert len(by_hand["claims"]) == len(by_hand["asked"]) == 6
+            ends = torch.cat([H[0, one.start[-1]], H[0, one.end[-1]]])
+            z = model.answer.linear.weight @ ends + model.answer.linear.bias
+            for name, query in (("qa", z), ("asked", layers[-1].query[-1])):
+                scores = np.exp(training.keys.numpy().astype(np.float64) @ query.detach().numpy())
+                by_hand[name].append(-math.log(scores[training.entity.numpy() == int(one.answer)].sum() / scores.sum()))
+    assert [len(losses) for losses in by_hand.values()] == [6, 6, 6]
     for name, losses in by_hand.items():
         assert parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
 
