@@ -276,6 +276,7 @@ def test_no_mutated_line_of_2000_is_lost_or_breaks_anything(tmp_path):
 @pytest.mark.parametrize("arguments, words", [
     ("--stage nonsense", "invalid choice"), ("", "--stage"), ("--stage tome --steps -5", "of at least 1"),
     ("--stage tome --steps 0", "whole number"), ("--stage tome --steps 1e3", "whole number"),
+    ("--stage tome --lr fast", "not a learning rate"), ("--stage tome --lr 0", "not a learning rate"),
     ("--stage tome --seed -1", "whole number"), ("--stage tome --seed " + "9" * 30, "whole number"),
     ("--stage memory --steps 5", "do not go with --stage memory"), ("--stage finetune", "needs it"),
     ("--stage tome --task qa", "--task goes with"), ("--stage tome --examples x", "--examples goes with"),

@@ -290,6 +290,16 @@ def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path,
     assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
 
 
+def test_a_rate_on_the_command_line_is_the_stages_and_stays(trained, capsys):
+    (trained / "tome.pt").unlink()
+    tome = "--stage", "tome", "--out", trained
+    assert run(*tome, "--lr", 4e-4) == 0
+    last = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
+    assert last["lr"] == pytest.approx(1e-4)                    # of 4 steps the last one, without warm-up
+    assert run(*tome) == 0 and torch.load(trained / "tome.pt", weights_only=True)["lr"] == 4e-4
+    assert run(*tome, "--lr", 1e-3) == 1 and "--lr 0.0004, not 0.001" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
     first = weights(trained / "tome.pt")
