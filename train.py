@@ -103,7 +103,7 @@ PRESETS = {
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False, whole_softmax=True,
                 claim_mask=True, log_every=200, save_every=200, eval_mentions=200,
-                schedule={"batch-tome": Schedule(1000, 3e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
+                schedule={"batch-tome": Schedule(1400, 3e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
                           "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
@@ -795,8 +795,7 @@ def stage_finetune(run, task, schedule, examples_path, start=None, questions_pat
     """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
     questions_path: questions that stand in every batch beside the claims. The last memory layer learns to retrieve their
-    answers, where a question has its [MASK]; then claims of two hops can be judged by what it retrieves at theirs. From
-    their labels alone it was not learnt."""
+    answers, where a question has its [MASK], as the answer's own query does."""
     tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
@@ -973,7 +972,7 @@ def parse_arguments(argv):
     parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
     parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
     parser.add_argument("--questions", metavar="FILE", help="with --task claims: questions to learn from beside them, by "
-                        "which the last memory layer learns to retrieve what a claim's [MASK] asks for")
+                        "which the last memory layer learns to retrieve what a [MASK] asks for")
     parser.add_argument("--steps", type=whole(1), help="instead of the preset's, for the stage named")
     parser.add_argument("--batch", type=whole(1), help="passages or examples a step, likewise")
     parser.add_argument("--lr", type=rate, help="largest learning rate, likewise")
