@@ -290,6 +290,7 @@ def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path,
     assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
 
 
+@pytest.mark.slow
 def test_a_rate_on_the_command_line_is_the_stages_and_stays(trained, capsys):
     (trained / "tome.pt").unlink()
     tome = "--stage", "tome", "--out", trained
