@@ -817,15 +817,15 @@ def stage_finetune(run, task, schedule, examples_path, start=None, questions_pat
 
     def losses(model, batch):
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        if task == "qa":
-            return {"qa": (1.0, answer_loss(run, training_memory, answer_query(model, H, batch), batch))}
-        known = batch.label >= 0
-        parts = {"claims": (1.0, share_of_mean(torch.nn.functional.cross_entropy(
-            claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))}
-        if questions:
+        parts = {}
+        if task == "claims":
+            known = batch.label >= 0
+            parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
+                claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
+        if task == "qa" or questions:
             parts["qa"] = (1.0, answer_loss(run, training_memory, answer_query(model, H, batch), batch))
-            if layers[-1] is not None:
-                parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
+        if questions and layers[-1] is not None:
+            parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
         return parts
 
     def evaluate(model):
