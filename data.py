@@ -813,36 +813,45 @@ def mention_finder(names):
 
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512, claim_mask=False) -> Batch:
-    """Examples with mentions as an unmasked batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
+    """Examples with mentions as a batch; a question ends in "[E_start] [MASK] [E_end]" (§4), or where one of its mentions
+    names its answer, that mention is masked in its place.
 
     task: "claims", "qa" or None. claim_mask: claims end so too, and questions may stand among them (label -1; a claim's answer
     is 0). entity_index: name -> entity id. A text longer than max_length positions is cut."""
     with_mask = task == "qa" or claim_mask
     special, rng = special_ids(tokenizer), np.random.default_rng(0)
-    rows, mentions = [], []                     # mentions: (row, start, end, entity, is it the answer)
+    rows, mentions = [], []                     # mentions: (row, start, end, entity, is it the answer, is it to be masked)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for r, (example, encoding) in enumerate(zip(examples, encodings)):
         found = example.mentions
         tail = [special[t] for t in (E_START, MASK, E_END)] if with_mask else []
         room = max_length - len(tail)
-        tokens = [special[CLS], special[SEP]]
+        tokens, asked = [special[CLS], special[SEP]], False
         for piece in encode_text(encoding, found, room, room, special, Counter())[:1]:
             tokens = piece.tokens.tolist()
-            mentions += [(r, start, end, entity_index.get(found[i].entity, 0), 0)
-                         for start, end, i in zip(piece.start, piece.end, piece.index)]
+            for start, end, i in zip(piece.start, piece.end, piece.index):
+                named = found[i].entity in example.answers
+                mentions.append((r, start, end, entity_index.get(found[i].entity, 0), named and not asked, named))
+                asked |= named
+        if asked:
+            tail = []
         rows.append(tokens[:-1] + tail + tokens[-1:])
         if tail:
-            mentions.append((r, len(tokens) - 1, len(tokens) + 1, 0, 1))
-    tokens = np.full((len(rows), max(map(len, rows))), special[PAD], np.int64)
+            mentions.append((r, len(tokens) - 1, len(tokens) + 1, 0, True, False))
+    unmasked = np.full((len(rows), max(map(len, rows))), special[PAD], np.int64)
     for r, ids in enumerate(rows):
-        tokens[r, :len(ids)] = ids
-    mentions = np.array(mentions, np.int64).reshape(-1, 5)
+        unmasked[r, :len(ids)] = ids
+    tokens = unmasked.copy()
+    for r, start, end, *_, named in mentions:
+        if named:
+            tokens[r, start + 1:end] = special[MASK]
+    mentions = np.array([m[:5] for m in mentions], np.int64).reshape(-1, 5)
     if len(mentions) > max_mentions * len(rows):            # a uniform sample, but every answer
         order = np.argsort(rng.random(len(mentions)) - mentions[:, 4])
         mentions = mentions[np.sort(order[:max_mentions * len(rows)])]
     row, start, end, entity, is_answer = mentions.T.copy()
     none, empty = np.full(len(row), -1), np.empty(0, np.int64)
-    batch = Batch(*map(torch.from_numpy, (tokens, tokens, tokens != special[PAD], row, start, end, entity,
+    batch = Batch(*map(torch.from_numpy, (tokens, unmasked, tokens != special[PAD], row, start, end, entity,
                                           none, is_answer == 1, empty, empty, empty, none)))
     if task == "claims":
         batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])

@@ -791,29 +791,40 @@ def answerable(run, questions, path):
     return known
 
 
-def stage_finetune(run, task, schedule, examples_path, start=None, questions_path=None):
+def cloze(run, example, rng):
+    """A claim that is true as a question: what does one of its mentions name? None if it names no entity of the corpus."""
+    if example.label != data.CLAIM_LABELS.index("SUPPORTS"):
+        return None
+    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
+    known = [e for e in known if e == example.info.get("object")] or known      # many subjects may fit a toy claim
+    return example._replace(label=None, answers=[known[rng.integers(len(known))]]) if known else None
+
+
+def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=False):
     """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
-    questions_path: questions that stand in every batch beside the claims. The last memory layer learns to retrieve their
-    answers, where a question has its [MASK], as the answer's own query does."""
+    with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by entity prediction and
+    by what the last memory layer retrieves there. From labels alone it does not learn to retrieve what two facts say."""
     tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
-    questions = answerable(run, read_examples(run, "qa", questions_path), questions_path) if questions_path else []
     if task == "qa":
         examples = answerable(run, examples, examples_path)
+    rng = np.random.default_rng([run.seed, 5])
+    clozes = [question for e in examples if (question := cloze(run, e, rng))] if with_clozes else []
+    if with_clozes and not clozes:
+        raise RunError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; leave out --cloze")
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
-    beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(questions)))
+    beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(clozes)))
     if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
         tome.claim.bias.data[list(absent)] = -1e4
 
     def next_batch(step):
-        chosen = [examples[i] for i in epochs.at(step, schedule.batch)]
-        if questions:
-            chosen += [questions[i] for i in beside.at(step, schedule.batch)]
-        return examples_batch(run, task, chosen)
+        batch = examples_batch(run, task, [examples[i] for i in epochs.at(step, schedule.batch)] + (
+            [clozes[i] for i in beside.at(step, schedule.batch)] if clozes else []))
+        return disguise(batch) if clozes else batch
 
     def losses(model, batch):
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
@@ -822,18 +833,29 @@ def stage_finetune(run, task, schedule, examples_path, start=None, questions_pat
             known = batch.label >= 0
             parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
                 claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
-        if task == "qa" or questions:
+        if task == "qa" or clozes:
             parts["qa"] = (1.0, answer_loss(run, training_memory, answer_query(model, H, batch), batch))
-        if questions and layers[-1] is not None:
+        if clozes and layers[-1] is not None:
             parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
         return parts
 
     def evaluate(model):
         return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
 
-    read = (examples, dev, questions) if questions else (examples, dev)
+    read = (examples, dev, clozes) if clozes else (examples, dev)
     train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
                 {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr(read).encode())})
+
+
+def disguise(batch):
+    """Every second cloze shows what the one before it hides, if that has as many words, in place of [MASK]s: as in a false
+    claim, what is retrieved must follow from the rest of the sentence and not from the name that stands there."""
+    asked = batch.answer_mention[batch.answer > 0]
+    for shown, hidden in zip(asked[::2].tolist(), asked[1::2].tolist()):
+        (a, b), (c, d) = ((int(batch.start[m]) + 1, int(batch.end[m])) for m in (shown, hidden))
+        if b - a == d - c:
+            batch.tokens[batch.row[hidden], c:d] = batch.unmasked[batch.row[shown], a:b]
+    return batch
 
 
 def examples_batch(run, task, examples):
@@ -971,8 +993,8 @@ def parse_arguments(argv):
     parser.add_argument("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
     parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
-    parser.add_argument("--questions", metavar="FILE", help="with --task claims: questions to learn from beside them, by "
-                        "which the last memory layer learns to retrieve what a [MASK] asks for")
+    parser.add_argument("--cloze", action="store_true", help="with --task claims: true claims with a mention to be filled in "
+                        "stand beside them, by which the last memory layer learns what to retrieve there")
     parser.add_argument("--steps", type=whole(1), help="instead of the preset's, for the stage named")
     parser.add_argument("--batch", type=whole(1), help="passages or examples a step, likewise")
     parser.add_argument("--lr", type=rate, help="largest learning rate, likewise")
@@ -985,6 +1007,7 @@ def parse_arguments(argv):
                         "instead of the stage before; scratch: fresh ones")
     parser.add_argument("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of Settings or "
                         "Config other than the preset's, such as memory=entities (a baseline); may be repeated")
+    parser.add_argument("--quiet", action="store_true", help="no report at the end")
     add_search_arguments(parser)
     args = parser.parse_args(argv)
     args.set = dict(args.set) if args.set else None
@@ -996,21 +1019,21 @@ def parse_arguments(argv):
         parser.error("--task goes with --stage finetune, and --stage finetune needs it")
     if args.examples and args.stage != "finetune":
         parser.error("--examples goes with --stage finetune")
-    if args.questions and args.task != "claims":
-        parser.error("--questions goes with --stage finetune --task claims")
+    if args.cloze and args.task != "claims":
+        parser.error("--cloze goes with --stage finetune --task claims")
     if (args.steps or args.batch or args.lr) and args.stage == "memory":
         parser.error("--steps, --batch and --lr do not go with --stage memory: it reads the corpus once")
     return args
 
 
 def train(args):
-    for name in ("examples", "questions", "append"):    # before hours of training, not after
+    for name in ("examples", "append"):    # before hours of training, not after
         path = getattr(args, name)
         if path and not Path(path).exists():
             raise RunError(f"{path}: no such file; --{name} wants a file of JSON lines (see the README)")
     run = make_run(args)
-    if args.questions and not run.settings.claim_mask:
-        raise RunError("--questions: the claims of this run have no [MASK] at their end; add --set claim_mask=true")
+    if args.cloze and not run.settings.claim_mask:
+        raise RunError("--cloze: the claims of this run have no [MASK] at their end; add --set claim_mask=true")
     baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
     if baseline and args.stage in STAGES[:2]:
         raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")
@@ -1039,7 +1062,7 @@ def train(args):
         elif stage == "tome":
             stage_tome(run, schedule, args.start if last else None)
         else:
-            stage_finetune(run, args.task, schedule, args.examples, args.start, args.questions)
+            stage_finetune(run, args.task, schedule, args.examples, args.start, args.cloze)
         say(f"Stage {stage} done in {time.time() - started:.0f} s.")
     return run
 
@@ -1057,7 +1080,7 @@ def main(argv=None):
             # alive and wait, above all while the first one tokenises the corpus.
             dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
         run = train(args)
-        if args.stage != "memory":
+        if args.stage != "memory" and not args.quiet:
             import eval as evaluation       # the report at the end is eval.py's; it imports this file
             evaluation.report(run, args.stage, args.task)
         return 0

@@ -623,6 +623,11 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     assert few.masked.all() and len(few.row) == 16                          # answers are never sampled away
     short = data.example_batch(questions, "qa", tokenizer, index, max_length=9)
     assert short.tokens.shape[1] <= 9 and tokens(short, 0)[-4:] == [E_START, MASK, E_END, SEP]
+    inside = data.example_batch([data.Example("Alma Verran was born?", [Mention(0, 11, "Alma Verran"), Mention(12, 15, None)], None,
+                                              ["Alma Verran"], {}), questions[0]], "qa", tokenizer, index)
+    assert tokens(inside, 0)[:6] == [CLS, E_START, MASK, MASK, E_END, E_START] and tokens(inside, 0)[-2:] == ["?", SEP]
+    assert inside.unmasked[0, 2:4].tolist() == [tokenizer.token_to_id(t) for t in ("alma", "verran")]
+    assert inside.answer.tolist() == [1, 2] and inside.answer_mention.tolist() == [0, 3] and inside.row.tolist() == [0, 0, 1, 1]
     claims = [data.Example("", [], 1, [], {}), data.Example("Alma", [], None, [], {})]
     claims = data.example_batch(claims, "claims", tokenizer, index)
     assert claims.label.tolist() == [1, -1] and claims.answer is None and len(claims.row) == 0

@@ -65,47 +65,62 @@ def finetune(run, task, path):
     return train.main(["--stage", "finetune", "--task", task, "--examples", str(path), "--out", str(run)])
 
 
-def test_questions_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path, monkeypatch):
+def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path, monkeypatch):
     """One batch of both against each read alone, the sums of eq. 10 by hand."""
     claims = [data.Example(claim, data.find_mentions(claim, NAMES), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
-    questions = [data.Example(f"Who taught {name}?", data.find_mentions(f"Who taught {name}?", NAMES), None, [answer], {})
-                 for name, answer in zip(NAMES, NAMES[1:])]
-    paths = [write(tmp_path / f"{name}.jsonl", records) for name, records in (
-        ("claims", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
-                     "label": data.CLAIM_LABELS[e.label]} for e in claims]),
-        ("questions", [{"question": e.text, "mentions": [m._asdict() for m in e.mentions], "answers": e.answers}
-                       for e in questions]))]
+    path = write(tmp_path / "claims.jsonl", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
+                                              "label": data.CLAIM_LABELS[e.label]} for e in claims])
+    true = [e for e in claims if data.CLAIM_LABELS[e.label] == "SUPPORTS"]
     caught = {}
     monkeypatch.setattr(train, "train_stage", lambda run, stage, model, schedule, next_batch, losses, *_: caught.update(
         model=model.eval(), batch=next_batch(0), losses=losses))
     loaded, _, _ = evaluation.open_run(run)
-    train.stage_finetune(loaded, "claims", train.Schedule(1, 1e-3, 0, 6), paths[0], questions_path=paths[1])
+    train.stage_finetune(loaded, "claims", train.Schedule(1, 1e-3, 0, len(claims)), path, with_clozes=True)
     model, batch = caught["model"], caught["batch"]
     with torch.no_grad():
         parts = {name: float(loss) for name, (_, loss) in caught["losses"](model, batch).items()}
-    assert parts.keys() == {"claims", "qa", "asked"} and len(batch.tokens) == 12 and (batch.answer > 0).tolist() == 6 * [0] + 6 * [1]
-    training = train.open_memory(loaded, model, None)[1]
-    by_hand = {"claims": [], "qa": [], "asked": []}
-    drawn = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.attention_mask)]
-    for example in [*claims, *questions]:
-        task = "claims" if example.label is not None else "qa"
-        one = train.examples_batch(loaded, task, [example])
-        if one.tokens[0].tolist() not in drawn:
-            continue
+    n = len(claims)
+    assert parts.keys() == {"claims", "qa", "asked"} and (batch.answer > 0).tolist() == n * [False] + n * [True]
+    training, shown, hidden, by_hand = train.open_memory(loaded, model, None)[1], [], [], {"claims": [], "qa": [], "asked": []}
+    for r, row in enumerate(batch.tokens):
+        label, at = int(batch.label[r]), int(batch.answer_mention[r])
+        if r < n:
+            example = next(e for e in claims if train.examples_batch(loaded, "claims", [e]).tokens[0].tolist() ==
+                           row[batch.attention_mask[r]].tolist())
+            one, mention = train.examples_batch(loaded, "claims", [example]), -1
+        else:           # a true claim, but for the words of the mention that is asked for
+            words = loaded.tokenizer.decode(batch.unmasked[r, batch.start[at] + 1:batch.end[at]].tolist())
+            name = loaded.corpus.entity_names[int(batch.answer[r])]
+            assert words.replace(" ", "").lower() == name.replace(" ", "").lower() or name == EVIL
+            example = next(e for e in true if any(m.entity == name for m in e.mentions) and train.examples_batch(
+                loaded, "qa", [e]).tokens[0, :-4].tolist() == batch.unmasked[r][batch.attention_mask[r]][:-1].tolist())
+            one = train.examples_batch(loaded, "qa", [example._replace(answers=[name])])
+            length = int(batch.attention_mask[r].sum())
+            assert one.tokens.shape == (1, length)
+            mention = int(one.answer_mention)
+            a, b = int(one.start[mention]) + 1, int(one.end[mention])
+            assert (one.tokens[0, a:b] == data.special_ids(loaded.tokenizer)[data.MASK]).all()
+            shown.append(row[a:b].tolist())
+            hidden.append(batch.unmasked[r, a:b].tolist())
+            one.tokens = row[None, :length]
         with torch.no_grad():
             H, layers = model(one.tokens, one.attention_mask, one, training)
+        if r < n:
             logits = model.claim.weight @ H[0, one.start].mean(0) + model.claim.bias
-        if task == "claims":
-            by_hand["claims"].append(-float(logits.log_softmax(0)[example.label]))
-        else:
-            ends = torch.cat([H[0, one.start[-1]], H[0, one.end[-1]]])
-            z = model.answer.linear.weight @ ends + model.answer.linear.bias
-            for name, query in (("qa", z), ("asked", layers[-1].query[-1])):
-                scores = np.exp(training.keys.numpy().astype(np.float64) @ query.detach().numpy())
-                by_hand[name].append(-math.log(scores[training.entity.numpy() == int(one.answer)].sum() / scores.sum()))
-    assert [len(losses) for losses in by_hand.values()] == [6, 6, 6]
+            by_hand["claims"].append(-float(logits.detach().log_softmax(0)[label]))
+            continue
+        ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
+        z = model.answer.linear.weight @ ends + model.answer.linear.bias
+        for key, query in (("qa", z), ("asked", layers[-1].query[mention])):
+            scores = np.exp(training.keys.numpy().astype(np.float64) @ query.detach().numpy())
+            by_hand[key].append(-math.log(scores[training.entity.numpy() == int(one.answer)].sum() / scores.sum()))
     for name, losses in by_hand.items():
-        assert parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
+        assert len(losses) == n and parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
+    mask = data.special_ids(loaded.tokenizer)[data.MASK]
+    assert all(set(tokens) == {mask} for tokens in shown[::2])
+    assert all(tokens == before if len(tokens) == len(before) else set(tokens) == {mask}
+               for before, tokens in zip(hidden[::2], shown[1::2]))
+    assert any(set(tokens) != {mask} for tokens in shown)
 
 
 def evaluate(run, *arguments):
@@ -431,10 +446,10 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(data.COUNTS, name, n)
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     monkeypatch.setattr(evaluation, "python", here)
-    monkeypatch.setattr(evaluation, "report", lambda *_: None)              # train.py's, tested elsewhere
+    monkeypatch.setattr(evaluation, "report", None)                         # train.py is told to be quiet
     monkeypatch.setattr(evaluation, "ThreadPoolExecutor", lambda n: InTurn(InTurn()))
     monkeypatch.setattr(evaluation, "SIZES", (0.5, 1.0))
-    monkeypatch.setattr(evaluation, "TWO_HOP_STEPS", 4)
+    monkeypatch.setattr(evaluation, "TWO_HOP_STEPS", dict(qa=4, claims=4))
     names = list(evaluation.RUNS)
     results = evaluation.all_runs(tmp_path, names, 1)       # in order: a run that came before one it needs is a KeyError
     assert [name for name, _ in results] == names

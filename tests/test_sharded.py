@@ -62,8 +62,7 @@ def first_step(folder, stage, found):
     run = train.make_run(arguments(folder))
     schedule = run.settings.schedule[stage]
     if stage in ("claims", "qa"):
-        questions = folder / "qa.jsonl" if stage == "claims" else None      # claims and questions in one batch
-        train.stage_finetune(run, stage, schedule, folder / f"{stage}.jsonl", questions_path=questions)
+        train.stage_finetune(run, stage, schedule, folder / f"{stage}.jsonl", with_clozes=stage == "claims")
     else:
         {"batch-tome": train.stage_batch_tome, "tome": train.stage_tome}[stage](run, schedule)
     return result
