@@ -559,7 +559,7 @@ class Batch:
     mention: torch.Tensor           # (M,) corpus mention number, -1 = none
     label: torch.Tensor | None = None           # (B,) claims: index into CLAIM_LABELS, -1 = not known
     answer: torch.Tensor | None = None          # (B,) questions: entity of the first known answer, 0 = none
-    answer_mention: torch.Tensor | None = None  # (B,) the mention that is the appended [MASK], where there is one
+    answer_mention: torch.Tensor | None = None  # (B,) the mention that is masked to be answered, -1 = none
 
     def to(self, device) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -581,10 +581,9 @@ class Batch:
         part |= keep("target_index target target_mention", self.target_index // T % size == rank)
         part["row"] = part["row"] // size
         part["target_index"] = part["target_index"] // T // size * T + part["target_index"] % T
-        owner = part["target_mention"]                                      # -1 stays -1
-        part["target_mention"] = torch.where(owner < 0, owner, number[owner]) if len(number) else owner
-        if self.answer_mention is not None:
-            part["answer_mention"] = number[part["answer_mention"]]
+        for name in ("target_mention", "answer_mention"):
+            if (old := part[name]) is not None and len(number):             # -1 stays -1
+                part[name] = torch.where(old < 0, old, number[old])
         return Batch(**part)
 
 
@@ -816,7 +815,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
     """Examples with mentions as a batch; a question ends in "[E_start] [MASK] [E_end]" (§4), or where one of its mentions
     names its answer, that mention is masked in its place.
 
-    task: "claims", "qa" or None. claim_mask: claims end so too, and questions may stand among them (label -1; a claim's answer
+    task: "claims", "qa" or None. claim_mask: claims end so too. Questions may stand among claims (label -1; a claim's answer
     is 0). entity_index: name -> entity id. A text longer than max_length positions is cut."""
     with_mask = task == "qa" or claim_mask
     special, rng = special_ids(tokenizer), np.random.default_rng(0)
@@ -855,9 +854,10 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
                                           none, is_answer == 1, empty, empty, empty, none)))
     if task == "claims":
         batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    if with_mask:
+    if with_mask or any(e.answers for e in examples):
         batch.answer = torch.tensor([next((entity_index[a] for a in e.answers if a in entity_index), 0) for e in examples])
-        batch.answer_mention = torch.tensor(np.flatnonzero(is_answer))
+        batch.answer_mention = torch.full((len(examples),), -1)
+        batch.answer_mention[row[is_answer == 1]] = torch.tensor(np.flatnonzero(is_answer))
     return batch
 
 

@@ -374,10 +374,15 @@ def table_run(folder, name, seed, before):
     for task in ("qa", "claims"):
         python("train.py", "--stage", "finetune", "--task", task, *common, out)
         figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
-        if name in MAIN:            # two hops: examples of both, longer; claims from what can judge one, beside clozes
+        if name in MAIN:            # two hops: examples of both, longer
             second = folder / f"{name}-{seed}-two-hops"
             share(second, out, (*shared, "run.json", "tome.pt"))
-            more = [] if task == "qa" else ["--lr", 1e-3, "--start", out / "claims.pt", "--cloze"]
+            more = []
+            if task == "claims":    # from what has just learnt to judge one fact: the finished one has forgotten too much
+                first = folder / f"{name}-{seed}-first-claims"
+                share(first, out, (*shared, "run.json", "tome.pt"))
+                python("train.py", "--stage", "finetune", "--task", task, *common, first, "--steps", 300)
+                more = ["--lr", 1e-3, "--cloze", "--start", first / "claims.pt"]
             python("train.py", "--stage", "finetune", "--task", task, *common, second, "--steps", TWO_HOP_STEPS[task],
                    "--examples", second / "world" / f"{task}.both.train.jsonl", *more)
             figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]

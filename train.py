@@ -875,7 +875,7 @@ def claim_logits(tome, H, batch):
 
 
 def answer_query(tome, H, batch):
-    """z (B, d_K) of each question's [MASK] mention."""
+    """z (B, d_K) of each question's masked mention; of no meaning for a claim beside them."""
     at = batch.answer_mention
     return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
 
@@ -1032,8 +1032,6 @@ def train(args):
         if path and not Path(path).exists():
             raise RunError(f"{path}: no such file; --{name} wants a file of JSON lines (see the README)")
     run = make_run(args)
-    if args.cloze and not run.settings.claim_mask:
-        raise RunError("--cloze: the claims of this run have no [MASK] at their end; add --set claim_mask=true")
     baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
     if baseline and args.stage in STAGES[:2]:
         raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")

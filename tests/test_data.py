@@ -629,6 +629,10 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     assert inside.unmasked[0, 2:4].tolist() == [tokenizer.token_to_id(t) for t in ("alma", "verran")]
     assert inside.answer.tolist() == [1, 2] and inside.answer_mention.tolist() == [0, 3] and inside.row.tolist() == [0, 0, 1, 1]
     claims = [data.Example("", [], 1, [], {}), data.Example("Alma", [], None, [], {})]
+    beside = data.example_batch([*claims, questions[0]._replace(answers=["Alma Verran"])], "claims", tokenizer, index)
+    assert beside.answer.tolist() == [0, 0, 1] and beside.answer_mention.tolist() == [-1, -1, 0]
+    assert beside.part(0, 2).answer_mention.tolist() == [-1, 0] and beside.part(1, 2).answer_mention.tolist() == [-1]
+    assert beside.label.tolist() == [1, -1, -1] and tokens(beside, 1) == [CLS, "alma", SEP]
     claims = data.example_batch(claims, "claims", tokenizer, index)
     assert claims.label.tolist() == [1, -1] and claims.answer is None and len(claims.row) == 0
     assert tokens(claims, 0) == [CLS, SEP]
