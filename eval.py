@@ -317,7 +317,7 @@ RUNS = {
 MAIN = list(RUNS)[:4]       # with every seed; the others with the first
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO = "one_hop", "two_hop"
-TWO_HOP_STEPS = dict(qa=1600, claims=1200)
+TWO_HOP_STEPS = 1600
 
 
 def python(script, *args):
@@ -383,7 +383,7 @@ def table_run(folder, name, seed, before):
                 share(first, out, (*shared, "run.json", "tome.pt"))
                 python("train.py", "--stage", "finetune", "--task", task, *common, first, "--steps", 300)
                 more = ["--lr", 1e-3, "--cloze", "--start", first / "claims.pt"]
-            python("train.py", "--stage", "finetune", "--task", task, *common, second, "--steps", TWO_HOP_STEPS[task],
+            python("train.py", "--stage", "finetune", "--task", task, *common, second, "--steps", TWO_HOP_STEPS,
                    "--examples", second / "world" / f"{task}.both.train.jsonl", *more)
             figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
     data.write_json(path, figures)

@@ -791,15 +791,6 @@ def answerable(run, questions, path):
     return known
 
 
-def cloze(run, example, rng):
-    """A claim that is true as a question: what does one of its mentions name? None if it names no entity of the corpus."""
-    if example.label != data.CLAIM_LABELS.index("SUPPORTS"):
-        return None
-    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
-    known = [e for e in known if e == example.info.get("object")] or known      # many subjects may fit a toy claim
-    return example._replace(label=None, answers=[known[rng.integers(len(known))]]) if known else None
-
-
 def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=False):
     """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
@@ -822,9 +813,11 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
         tome.claim.bias.data[list(absent)] = -1e4
 
     def next_batch(step):
-        batch = examples_batch(run, task, [examples[i] for i in epochs.at(step, schedule.batch)] + (
-            [clozes[i] for i in beside.at(step, schedule.batch)] if clozes else []))
-        return disguise(batch) if clozes else batch
+        chosen = [examples[i] for i in epochs.at(step, schedule.batch)]
+        if not clozes:
+            return examples_batch(run, task, chosen)
+        return disguise(examples_batch(run, task, chosen + sorted(
+            (clozes[i] for i in beside.at(step, schedule.batch)), key=wording)))
 
     def losses(model, batch):
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
@@ -847,9 +840,28 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
                 {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr(read).encode())})
 
 
+def cloze(run, example, rng):
+    """A claim that is true as a question: what does one of its mentions name? None if it names no entity of the corpus."""
+    if example.label != data.CLAIM_LABELS.index("SUPPORTS"):
+        return None
+    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
+    known = [e for e in known if e == example.info.get("object")] or known      # many subjects may fit a toy claim
+    return example._replace(label=None, answers=[known[rng.integers(len(known))]]) if known else None
+
+
+def wording(example):
+    """The text without its mentions, as "… was born in the city of …."."""
+    parts, at = [], 0
+    for mention in sorted(example.mentions, key=lambda m: m[:2]):
+        parts.append(example.text[at:mention.start])
+        at = mention.end
+    return "…".join([*parts, example.text[at:]])
+
+
 def disguise(batch):
     """Every second cloze shows what the one before it hides, if that has as many words, in place of [MASK]s: as in a false
-    claim, what is retrieved must follow from the rest of the sentence and not from the name that stands there."""
+    claim, what is retrieved must follow from the rest of the sentence and not from the name that stands there. Clozes
+    that stand side by side are worded alike, so it is a name that could be right."""
     asked = batch.answer_mention[batch.answer > 0]
     for shown, hidden in zip(asked[::2].tolist(), asked[1::2].tolist()):
         (a, b), (c, d) = ((int(batch.start[m]) + 1, int(batch.end[m])) for m in (shown, hidden))

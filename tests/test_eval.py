@@ -449,7 +449,7 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "report", None)                         # train.py is told to be quiet
     monkeypatch.setattr(evaluation, "ThreadPoolExecutor", lambda n: InTurn(InTurn()))
     monkeypatch.setattr(evaluation, "SIZES", (0.5, 1.0))
-    monkeypatch.setattr(evaluation, "TWO_HOP_STEPS", dict(qa=4, claims=4))
+    monkeypatch.setattr(evaluation, "TWO_HOP_STEPS", 4)
     names = list(evaluation.RUNS)
     results = evaluation.all_runs(tmp_path, names, 1)       # in order: a run that came before one it needs is a KeyError
     assert [name for name, _ in results] == names
