@@ -812,11 +812,11 @@ def mention_finder(names):
 
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512, claim_mask=False) -> Batch:
-    """Examples with mentions as a batch; a question ends in "[E_start] [MASK] [E_end]" (§4), or where one of its mentions
-    names its answer, that mention is masked in its place.
+    """Examples with mentions as a batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
-    task: "claims", "qa" or None. claim_mask: claims end so too. Questions may stand among claims (label -1; a claim's answer
-    is 0). entity_index: name -> entity id. A text longer than max_length positions is cut."""
+    task: "claims", "qa" or None. claim_mask: claims end so too. Clozes may stand among claims, with no label but one mention's
+    entity as answer: that mention is masked, in place of a [MASK] at the end; a claim's answer is 0. entity_index: name ->
+    entity id. A text longer than max_length positions is cut."""
     with_mask = task == "qa" or claim_mask
     special, rng = special_ids(tokenizer), np.random.default_rng(0)
     rows, mentions = [], []                     # mentions: (row, start, end, entity, is it the answer, is it to be masked)
@@ -829,7 +829,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
         for piece in encode_text(encoding, found, room, room, special, Counter())[:1]:
             tokens = piece.tokens.tolist()
             for start, end, i in zip(piece.start, piece.end, piece.index):
-                named = found[i].entity in example.answers
+                named = task == "claims" and found[i].entity in example.answers
                 mentions.append((r, start, end, entity_index.get(found[i].entity, 0), named and not asked, named))
                 asked |= named
         if asked:
@@ -843,7 +843,8 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
     tokens = unmasked.copy()
     for r, start, end, *_, named in mentions:
         if named:
-            tokens[r, start + 1:end] = special[MASK]
+            words = tokens[r, start + 1:end]
+            words[~np.isin(words, [special[E_START], special[E_END]])] = special[MASK]      # markers of a mention inside stay
     mentions = np.array([m[:5] for m in mentions], np.int64).reshape(-1, 5)
     if len(mentions) > max_mentions * len(rows):            # a uniform sample, but every answer
         order = np.argsort(rng.random(len(mentions)) - mentions[:, 4])
@@ -858,6 +859,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
         batch.answer = torch.tensor([next((entity_index[a] for a in e.answers if a in entity_index), 0) for e in examples])
         batch.answer_mention = torch.full((len(examples),), -1)
         batch.answer_mention[row[is_answer == 1]] = torch.tensor(np.flatnonzero(is_answer))
+        batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
     return batch
 
 

@@ -378,7 +378,7 @@ def table_run(folder, name, seed, before):
             second = folder / f"{name}-{seed}-two-hops"
             share(second, out, (*shared, "run.json", "tome.pt"))
             more = []
-            if task == "claims":    # from what has just learnt to judge one fact: the finished one has forgotten too much
+            if task == "claims":    # begun with one fact, but not finished: then two are not learnt (README)
                 first = folder / f"{name}-{seed}-first-claims"
                 share(first, out, (*shared, "run.json", "tome.pt"))
                 python("train.py", "--stage", "finetune", "--task", task, *common, first, "--steps", 300)

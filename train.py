@@ -794,18 +794,19 @@ def answerable(run, questions, path):
 def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=False):
     """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
-    with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by entity prediction and
-    by what the last memory layer retrieves there. From labels alone it does not learn to retrieve what two facts say."""
+    with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by the answer head (eq.
+    10) and by the last memory layer's own query. From labels alone it does not learn to retrieve what two facts say."""
     tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
     if task == "qa":
         examples = answerable(run, examples, examples_path)
-    rng = np.random.default_rng([run.seed, 5])
+    rng = np.random.default_rng([run.seed, 6])
     clozes = [question for e in examples if (question := cloze(run, e, rng))] if with_clozes else []
     if with_clozes and not clozes:
-        raise RunError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; leave out --cloze")
+        raise RunError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; give mentions with "
+                       "their entities (noun chunks have none), or leave out --cloze")
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
     beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(clozes)))
     if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
@@ -845,28 +846,28 @@ def cloze(run, example, rng):
     if example.label != data.CLAIM_LABELS.index("SUPPORTS"):
         return None
     known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
-    known = [e for e in known if e == example.info.get("object")] or known      # many subjects may fit a toy claim
+    known = [e for e in known if e == example.info.get("object")] or known      # the toy world's: the object is determined
     return example._replace(label=None, answers=[known[rng.integers(len(known))]]) if known else None
 
 
 def wording(example):
     """The text without its mentions, as "… was born in the city of …."."""
     parts, at = [], 0
-    for mention in sorted(example.mentions, key=lambda m: m[:2]):
+    for mention in sorted(example.mentions, key=lambda m: m[:2]):       # entities may be None
         parts.append(example.text[at:mention.start])
-        at = mention.end
+        at = max(at, mention.end)
     return "…".join([*parts, example.text[at:]])
 
 
 def disguise(batch):
     """Every second cloze shows what the one before it hides, if that has as many words, in place of [MASK]s: as in a false
     claim, what is retrieved must follow from the rest of the sentence and not from the name that stands there. Clozes
-    that stand side by side are worded alike, so it is a name that could be right."""
+    come sorted by their wording, so it is mostly a name that could be right."""
     asked = batch.answer_mention[batch.answer > 0]
     for shown, hidden in zip(asked[::2].tolist(), asked[1::2].tolist()):
-        (a, b), (c, d) = ((int(batch.start[m]) + 1, int(batch.end[m])) for m in (shown, hidden))
-        if b - a == d - c:
-            batch.tokens[batch.row[hidden], c:d] = batch.unmasked[batch.row[shown], a:b]
+        one, other = ((batch.row[m], slice(batch.start[m] + 1, batch.end[m])) for m in (shown, hidden))
+        if torch.equal(batch.tokens[one], batch.tokens[other]):
+            batch.tokens[other] = batch.unmasked[one]
     return batch
 
 

@@ -623,13 +623,17 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     assert few.masked.all() and len(few.row) == 16                          # answers are never sampled away
     short = data.example_batch(questions, "qa", tokenizer, index, max_length=9)
     assert short.tokens.shape[1] <= 9 and tokens(short, 0)[-4:] == [E_START, MASK, E_END, SEP]
-    inside = data.example_batch([data.Example("Alma Verran was born?", [Mention(0, 11, "Alma Verran"), Mention(12, 15, None)], None,
-                                              ["Alma Verran"], {}), questions[0]], "qa", tokenizer, index)
-    assert tokens(inside, 0)[:6] == [CLS, E_START, MASK, MASK, E_END, E_START] and tokens(inside, 0)[-2:] == ["?", SEP]
-    assert inside.unmasked[0, 2:4].tolist() == [tokenizer.token_to_id(t) for t in ("alma", "verran")]
-    assert inside.answer.tolist() == [1, 2] and inside.answer_mention.tolist() == [0, 3] and inside.row.tolist() == [0, 0, 1, 1]
+    inside = data.example_batch([data.Example("Alma Verran was born?", [Mention(0, 11, "Alma Verran"), Mention(5, 11, None)],
+                                              None, ["Alma Verran"], {}), questions[0]], "claims", tokenizer, index)
+    assert tokens(inside, 0) == [CLS, E_START, MASK, E_START, MASK, E_END, E_END, "was", "born", "?", SEP]
+    assert inside.unmasked[0, [2, 4]].tolist() == [tokenizer.token_to_id(t) for t in ("alma", "verran")]
+    assert inside.answer.tolist() == [1, 0] and inside.answer_mention.tolist() == [0, -1] and inside.row.tolist() == [0, 0, 1]
+    same = questions[0]._replace(answers=["Alma Verran"])           # a question is not changed by what is its answer
+    assert tokens(data.example_batch([same], "qa", tokenizer, index), 0) == tokens(batch, 0)
+    cut = data.example_batch([same], "claims", tokenizer, index, max_length=4)
+    assert cut.answer.tolist() == [0] and cut.answer_mention.tolist() == [-1]
     claims = [data.Example("", [], 1, [], {}), data.Example("Alma", [], None, [], {})]
-    beside = data.example_batch([*claims, questions[0]._replace(answers=["Alma Verran"])], "claims", tokenizer, index)
+    beside = data.example_batch([*claims, same], "claims", tokenizer, index)
     assert beside.answer.tolist() == [0, 0, 1] and beside.answer_mention.tolist() == [-1, -1, 0]
     assert beside.part(0, 2).answer_mention.tolist() == [-1, 0] and beside.part(1, 2).answer_mention.tolist() == [-1]
     assert beside.label.tolist() == [1, -1, -1] and tokens(beside, 1) == [CLS, "alma", SEP]

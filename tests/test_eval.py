@@ -94,7 +94,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             assert words.replace(" ", "").lower() == name.replace(" ", "").lower() or name == EVIL
             example = next(e for e in true if any(m.entity == name for m in e.mentions) and train.examples_batch(
                 loaded, "qa", [e]).tokens[0, :-4].tolist() == batch.unmasked[r][batch.attention_mask[r]][:-1].tolist())
-            one = train.examples_batch(loaded, "qa", [example._replace(answers=[name])])
+            one = train.examples_batch(loaded, "claims", [example._replace(label=None, answers=[name])])
             length = int(batch.attention_mask[r].sum())
             assert one.tokens.shape == (1, length)
             mention = int(one.answer_mention)
@@ -121,6 +121,14 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     assert all(tokens == before if len(tokens) == len(before) else set(tokens) == {mask}
                for before, tokens in zip(hidden[::2], shown[1::2]))
     assert any(set(tokens) != {mask} for tokens in shown)
+
+
+def test_clozes_want_a_true_claim_about_an_entity(run, tmp_path, capsys):
+    path = write(tmp_path / "claims.jsonl", [{"text": c, "label": "REFUTES"} for c in CLAIMS] + [
+        {"text": "Nobody is named here.", "label": "SUPPORTS"}])
+    assert train.main(["--stage", "finetune", "--task", "claims", "--examples", str(path), "--cloze", "--out", str(run)]) == 1
+    message = capsys.readouterr().err
+    assert f"{path}: no claim that is true has a mention" in message and not (run / "claims.pt").exists()
 
 
 def evaluate(run, *arguments):
