@@ -303,21 +303,27 @@ def html_page(run, shown):
 
 # What train.py gets besides --out and --seed ({0}: the tables' folder), and the runs that come before: the first one's
 # stages before tome are shared.
-RUNS = {
+RUNS = {                                              # in an order in which nothing waits long
     "tome-1": ([], []),
-    "tome-2": (["--blocks", "2"], ["tome-1"]),
-    "entities-as-experts": (["--set", "memory=entities"], []),
     "no-memory": (["--set", "memory=none"], []),
+    "entities-as-experts": (["--set", "memory=entities"], []),
+    "tome-2": (["--blocks", "2"], ["tome-1"]),
     "all-entities": ([], []),                         # the second world is trained on too
     "no-coreference": (["--set", "coref_weight=0"], []),
     "no-entity-prediction": (["--set", "entity_weight=0"], ["tome-1"]),
     "from-warm-up": (["--start", "{0}/no-memory-0/tome.pt"], ["tome-1", "no-memory"]),
     "from-scratch": (["--start", "scratch"], ["tome-1"]),
+    "mlm-alone": (["--set", "coref_weight=0", "--set", "entity_weight=0"], ["no-coreference"]),
 }
-MAIN = list(RUNS)[:4]       # with every seed; the others with the first
+MAIN = ["no-memory", "entities-as-experts", "tome-1", "tome-2"]     # with every seed; the others with the first
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO = "one_hop", "two_hop"
 TWO_HOP_STEPS = 1600
+# What is measured of a run: masked mentions at the end of stage tome, and each task with its hops, fine-tuned from there;
+# the longest first.
+MASKED, CLAIMS, QUESTIONS = ("masked",), [("claims", TWO), ("claims", ONE)], [("qa", TWO), ("qa", ONE)]
+ONE_HOP = [CLAIMS[1], QUESTIONS[1]]
+PARTS = [MASKED, CLAIMS[0], QUESTIONS[0], *ONE_HOP]
 
 
 def python(script, *args):
@@ -328,6 +334,9 @@ def python(script, *args):
     if done.returncode:
         raise RunError(f"{' '.join(command[1:])}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
     return json.loads(done.stdout) if script == "eval.py" else None
+
+
+SHARED = ("world", "corpus", "batch-tome.pt", "memory")         # what runs have in common, as links
 
 
 def share(folder, base, names):
@@ -350,55 +359,82 @@ def make_world(folder, seed, all_entities=False):
         data.write_toy(folder / "world", lines, examples)
 
 
-def table_run(folder, name, seed, before):
-    """Trains and evaluates one run and leaves its figures in figures.json; nothing that is there is done again.
-    before(name): waits for another run of this seed."""
-    (args, needs), out = RUNS[name], folder / f"{name}-{seed}"
-    path, shared = out / "figures.json", ("world", "corpus", "batch-tome.pt", "memory")
-    if path.exists():
-        return data.read_json(path)
-    common = ["--quiet", "--seed", seed, "--out"]       # what a report says is measured below
+def place(folder, name, seed, part):
+    """The folder of one part of a run; where stage tome was trained, it is that of the run."""
+    return folder / "-".join([name, str(seed), *(part if part != MASKED else ())])
+
+
+def table_run(folder, name, seed, part, before):
+    """Trains one part of a run and measures it. Its figures, also left in figures.json: what is there is not done again.
+    before(name, part): waits for another part of this seed."""
+    path = place(folder, name, seed, part) / "figures.json"
+    if not path.exists():
+        work = pretrained if part == MASKED else finetuned
+        data.write_json(path, work(folder, name, seed, path.parent, before, *(part if part != MASKED else ())))
+    return data.read_json(path)
+
+
+def pretrained(folder, name, seed, out, before):
+    """Figures of masked mentions after stage tome. The stages before it are those of the run that it needs, if any."""
+    args, needs = RUNS[name]
     for earlier in needs:
-        before(earlier)
+        before(earlier, MASKED)
     if needs:
-        base = folder / f"{needs[0]}-{seed}"
-        share(out, base, shared)
+        base = place(folder, needs[0], seed, MASKED)
+        share(out, base, SHARED)
         run = train.read_run_file(base)
         run["set"] = dict(train.one_setting(value) for flag, value in zip(args, args[1:]) if flag == "--set")
         run["blocks"] = 2 if "--blocks" in args else 1
         data.write_json(out / "run.json", run)
     else:
         make_world(out, seed, name == "all-entities")
-    python("train.py", "--stage", "tome", *common, out, *(arg.format(folder) for arg in args))
-    figures = {"masked": python("eval.py", "--json", "--out", out)}
-    for task in ("qa", "claims"):
-        python("train.py", "--stage", "finetune", "--task", task, *common, out)
-        figures[task] = {ONE: python("eval.py", "--json", "--task", task, "--out", out)[task][ONE]}
-        if name in MAIN:            # two hops: examples of both, longer
-            second = folder / f"{name}-{seed}-two-hops"
-            share(second, out, (*shared, "run.json", "tome.pt"))
-            more = []
-            if task == "claims":    # begun with one fact, but not finished: then two are not learnt (README)
-                first = folder / f"{name}-{seed}-first-claims"
-                share(first, out, (*shared, "run.json", "tome.pt"))
-                python("train.py", "--stage", "finetune", "--task", task, *common, first, "--steps", 300)
-                more = ["--lr", 1e-3, "--cloze", "--start", first / "claims.pt"]
-            python("train.py", "--stage", "finetune", "--task", task, *common, second, "--steps", TWO_HOP_STEPS,
-                   "--examples", second / "world" / f"{task}.both.train.jsonl", *more)
-            figures[task][TWO] = python("eval.py", "--json", "--task", task, "--out", second)[task][TWO]
-    data.write_json(path, figures)
-    return figures
+    python("train.py", "--stage", "tome", "--quiet", "--seed", seed, "--out", out, *(arg.format(folder) for arg in args))
+    return python("eval.py", "--json", "--out", out)
 
 
-def all_runs(folder, names, n_seeds):
-    """{(name, seed): figures}, as many at once as there are cores."""
-    jobs, done = [(name, seed) for seed in range(n_seeds) for name in names if seed == 0 or name in MAIN], {}
+def finetuned(folder, name, seed, out, before, task, hops):
+    """Figures of a task. For two hops the examples are of both, and there are more steps of them; claims begin with those of
+    one, but not until all is learnt: then two are not (README)."""
+    before(name, MASKED)
+
+    def finetune(out, *args):
+        share(out, place(folder, name, seed, MASKED), (*SHARED, "run.json", "tome.pt"))
+        python("train.py", "--stage", "finetune", "--task", task, "--quiet", "--seed", seed, "--out", out, *args)
+
+    if hops == ONE:
+        finetune(out)
+    else:
+        more = []
+        if task == "claims":
+            first = out.with_name(out.name + "-first")
+            finetune(first, "--steps", 300)
+            more = ["--lr", 1e-3, "--cloze", "--start", first / "claims.pt"]
+        examples = place(folder, name, seed, MASKED) / "world" / f"{task}.both.train.jsonl"
+        finetune(out, "--steps", TWO_HOP_STEPS, "--examples", examples, *more)
+    return python("eval.py", "--json", "--task", task, "--out", out)[task][hops]
+
+
+def all_runs(folder, tables, n_seeds):
+    """{(name, seed): {"masked": figures, task: {hops: figures}}} of what these tables need, as many at once as there are
+    cores."""
+    wanted = {(name, part) for table in tables for name, parts in TABLES[table][0].items() for part in (MASKED, *parts)}
+    wanted |= {(name, MASKED) for run, _ in wanted for name in (run, *RUNS[run][1])}        # needed, also if not shown
+    jobs = [(name, seed, part) for seed in range(n_seeds) for part in PARTS for name in RUNS
+            if (name, part) in wanted and (seed == 0 or name in MAIN)]
+    done, results = {}, {}
     with ThreadPoolExecutor(1 if torch.cuda.is_available() else torch.get_num_threads()) as pool:
-        for name, seed in jobs:         # in order, so that what a run waits for has begun
-            done[name, seed] = pool.submit(table_run, folder, name, seed, lambda n, seed=seed: done[n, seed].result())
+        for name, seed, part in jobs:   # in order, so that what one waits for has begun
+            done[name, seed, part] = pool.submit(table_run, folder, name, seed, part,
+                                                 lambda n, p, seed=seed: done[n, seed, p].result())
         for job in tqdm(as_completed(done.values()), "runs", len(done)):
             job.result()
-    return {key: job.result() for key, job in done.items()}
+    for (name, seed, (key, *hops)), job in done.items():
+        figures = results.setdefault((name, seed), {})
+        if hops:
+            figures.setdefault(key, {})[hops[0]] = job.result()
+        else:
+            figures[key] = job.result()
+    return results
 
 
 def figure(results, name, *path):
@@ -423,7 +459,7 @@ def size_table(folder, results):
     yield ["fraction of the memory", *(f"{task}: {kind}" for task in ("claims", "questions") for kind in ("seen", "unseen"))]
     cells = {size: [] for size in SIZES}
     for task in ("claims", "qa"):
-        run, tome, memory = open_run(folder / "tome-1-0", task)
+        run, tome, memory = open_run(place(folder, "tome-1", 0, (task, ONE)), task)
         for split in ("test", "unseen"):
             examples = train.read_examples(run, task, toy_examples(run, task, ONE, split))
             for size in SIZES:
@@ -460,14 +496,14 @@ def ablation_table(rows, paper):
 
 def retrieval_table(folder, results):
     yield ["attention on the same entity", "visible", "masked", "paper", ""]
-    for name, stage, paper in (("no-coreference", "batch-tome", 55), ("tome-1", "batch-tome", ""), ("tome-1", "tome", "")):
+    for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome", 41), ("tome-1", "batch-tome", ""),
+                               ("tome-1", "tome", "")):
         lines = [json.loads(line) for line in (folder / f"{name}-0" / "log.jsonl").read_text().splitlines()]
         last = [line for line in lines if line["stage"] == stage][-1]["seen"]
         yield [f"{name}, end of {stage}", [last["mass_visible"]], [last["mass_masked"]], paper]
     yield ["best memory states the fact (test claims)", "layer 1: first fact", "second", "layer 2: first fact", "second"]
     for name, hops in (("tome-1", ONE), ("tome-2", ONE), ("tome-1", TWO), ("tome-2", TWO)):
-        out = folder / f"{name}-0{'-two-hops' if hops == TWO else ''}"
-        run, tome, memory = open_run(out, "claims")
+        run, tome, memory = open_run(place(folder, name, 0, ("claims", hops)), "claims")
         examples = train.read_examples(run, "claims", toy_examples(run, "claims", hops))
         states = deciding(run, tome, memory, examples)
         yield [f"{name}, {hops.replace('_', ' ')}", *([states[cell]] if cell in states else "" for cell in
@@ -497,21 +533,22 @@ def deciding(run, tome, memory, examples):
     return {cell: float(np.mean(values)) for cell, values in hits.items()}
 
 
-TABLES = {      # the runs that each needs, and its lines: a heading, then a label and cells (values over seeds, or paper's)
-    "claims": (MAIN, task_table("claims", {"": ["paper: FEVER", "HoVer"], "entities-as-experts": [63.6, 66.6],
-                                           "tome-1": [67.8, 72.8], "tome-2": [68.1, 73.1]})),
-    "questions": (MAIN, task_table("qa", {"": ["paper: EntityQuestions", "CWQ"], "entities-as-experts": [32.5, 42.7],
-                                          "tome-1": [62.1, 44.9], "tome-2": [66.0, 47.7]})),
-    "sizes": (["tome-1"], size_table),
-    "unseen": (["tome-1", "all-entities"], unseen_table),
-    "recall": (["tome-1", "tome-2"], recall_table),
-    "objectives": (["tome-1", "no-coreference", "no-entity-prediction"], ablation_table([
+TABLES = {      # what each needs of which runs; its lines: a heading, then a label and cells (values over seeds, or paper's)
+    "claims": (dict.fromkeys(MAIN, CLAIMS), task_table("claims", {
+        "": ["paper: FEVER", "HoVer"], "entities-as-experts": [63.6, 66.6], "tome-1": [67.8, 72.8], "tome-2": [68.1, 73.1]})),
+    "questions": (dict.fromkeys(MAIN, QUESTIONS), task_table("qa", {
+        "": ["paper: EntityQuestions", "CWQ"], "entities-as-experts": [32.5, 42.7], "tome-1": [62.1, 44.9],
+        "tome-2": [66.0, 47.7]})),
+    "sizes": ({"tome-1": ONE_HOP}, size_table),
+    "unseen": ({"tome-1": ONE_HOP, "all-entities": ONE_HOP}, unseen_table),
+    "recall": ({"tome-1": QUESTIONS, "tome-2": QUESTIONS}, recall_table),
+    "objectives": ({"tome-1": ONE_HOP, "no-coreference": ONE_HOP, "no-entity-prediction": ONE_HOP}, ablation_table([
         ("tome-1", "tome-1", [70.5, 50.8]), ("no-coreference", "without coreference loss", [68.4, 42.5]),
         ("no-entity-prediction", "without entity prediction", [70.7, 49.4])], ["paper: FEVER", "TriviaQA"])),
-    "initialisation": (["no-memory", "tome-1", "from-warm-up", "from-scratch"], ablation_table([
+    "initialisation": ({"tome-1": ONE_HOP, "from-warm-up": ONE_HOP, "from-scratch": ONE_HOP}, ablation_table([
         ("tome-1", "from BATCH-TOME", []), ("from-warm-up", "from the warm-up Transformer", []),
         ("from-scratch", "from scratch", [])], [])),
-    "retrieved": (["tome-1", "tome-2", "no-coreference"], retrieval_table),
+    "retrieved": ({"tome-1": CLAIMS, "tome-2": CLAIMS, "mlm-alone": []}, retrieval_table),
 }
 
 
@@ -531,7 +568,7 @@ def make_tables(folder, names, n_seeds, with_plot=False):
     if with_plot and not find_spec("matplotlib"):        # before hours of training
         raise RunError("--plot draws with matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
     folder.mkdir(parents=True, exist_ok=True)
-    results = all_runs(folder, [name for name in RUNS if any(name in TABLES[table][0] for table in names)], n_seeds)
+    results = all_runs(folder, names, n_seeds)
     for name in names:
         lines = list(TABLES[name][1](folder, results))
         data.write_json(folder / f"{name}.json", {"lines": lines})

@@ -828,9 +828,10 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
             parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
                 claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
         if task == "qa" or clozes:
-            parts["qa"] = (1.0, answer_loss(run, training_memory, answer_query(model, H, batch), batch))
-        if clozes and layers[-1] is not None:
-            parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[batch.answer_mention], batch))
+            asked = batch.answer_mention[batch.answer > 0]
+            parts["qa"] = (1.0, answer_loss(run, training_memory, answer_query(model, H, batch, asked), batch))
+            if clozes and layers[-1] is not None:
+                parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[asked], batch))
         return parts
 
     def evaluate(model):
@@ -887,22 +888,22 @@ def claim_logits(tome, H, batch):
     return tome.claim(mean)
 
 
-def answer_query(tome, H, batch):
-    """z (B, d_K) of each question's masked mention; of no meaning for a claim beside them."""
-    at = batch.answer_mention
+def answer_query(tome, H, batch, at):
+    """z (n, d_K) of the mentions `at` (n,)."""
     return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
 
 
 def answer_question(tome, H, batch, memory):
     """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
-    return memory.retrieve(answer_query(tome, H, batch), batch.passage[batch.answer_mention], tome.config.k_answer,
+    at = batch.answer_mention
+    return memory.retrieve(answer_query(tome, H, batch, at), batch.passage[at], tome.config.k_answer,
                            tome.config.k_answer_shard)
 
 
 def answer_loss(run, memory, query, batch):
-    """Entity prediction at the [MASK] mentions of those rows that have an answer. query (B, d_K) of each."""
+    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) of each."""
     asked = batch.answer > 0
-    query, passage, answer = query[asked], batch.passage[batch.answer_mention[asked]], batch.answer[asked]
+    passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
     if run.settings.whole_softmax and run.config.memory == "mentions":
         return whole_memory_loss(memory.log_sums(query, passage, answer))
     found = memory.retrieve(query, passage, run.config.k_answer, run.config.k_answer_shard)

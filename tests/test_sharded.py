@@ -130,6 +130,28 @@ def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, severa
 
 
 @pytest.mark.slow
+def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
+    """A process may get claims without any mention, while the clozes beside them are another's."""
+    losses = []
+
+    def one_part(run, stage, model, schedule, next_batch, batch_losses, *_):
+        claim, other = data.read_examples(folder / "claims.jsonl", "claims")[:2]
+        cloze = other._replace(label=None, answers=[other.mentions[0].entity])
+        batch = train.examples_batch(run, "claims", [claim._replace(mentions=[]), cloze])
+        shares = batch_losses(model, batch.part(0, 2))
+        losses.append((len(batch.part(0, 2).row), {name: share.item() for name, (_, share) in shares.items()}))
+        assert batch_losses(model, batch.part(1, 2))["qa"][1] > 0
+
+    monkeypatch.setattr(train, "train_stage", one_part)
+    for claim_mask in (True, False):
+        monkeypatch.setitem(train.PRESETS, "toy", dict(TINY, claim_mask=claim_mask))
+        run = train.make_run(arguments(folder))
+        train.stage_finetune(run, "claims", run.settings.schedule["claims"], folder / "claims.jsonl", with_clozes=True)
+    (n_masks, with_mask), (n_none, without) = losses
+    assert (n_masks, n_none) == (1, 0) and with_mask["qa"] == without["qa"] == without["asked"] == 0 < without["claims"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_bytes_sent_in_a_step_are_those_of_the_readmes_formula(several, size):
     """README, several processes: what a process sends in a step of stage tome, one memory layer."""
