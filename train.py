@@ -299,9 +299,9 @@ def load_weights(model, state, path):
         raise RunError(f"{path} does not fit this model ({reason}); choose another --out") from None
 
 
-def new_batch_tome(run):
-    """BATCH-TOME with fresh weights, or a BERT's where run.init names its folder."""
-    torch.manual_seed(run.seed)
+def new_batch_tome(run, seed=None):
+    """BATCH-TOME with fresh weights (seed: others than this run's), or a BERT's where run.init names its folder."""
+    torch.manual_seed(run.seed if seed is None else seed)
     init = run.init
     model = BatchTOME(TOME(run.batch_tome_config))
     if init:
@@ -697,10 +697,12 @@ def open_memory(run, tome, fingerprint):
 
 def start_from(run, tome, start):
     """Weights of another checkpoint, or fresh ones ("scratch"), instead of those of the stage before (app. B.5). None:
-    leave them. What a checkpoint lacks, as the memory layers where it had none, is fresh."""
+    leave them. What a checkpoint lacks, as the memory layers where it had none, is fresh.
+
+    Fresh weights are not those that BATCH-TOME began with: beside them, what wrote the memory would be no stranger."""
     if start is None:
         return
-    state = share_out(new_batch_tome(run).tome.state_dict(), run.config)
+    state = share_out(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     if start != "scratch":
         checkpoint = read_checkpoint(Path(start))
         saved = checkpoint.get("best", checkpoint["model"])

@@ -467,6 +467,10 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
         (name, 0): {"masked": results[name, 0]["masked"], **{task: {"one_hop": results[name, 0][task]["one_hop"]}
                                                              for task in ("claims", "qa")}}
         for name in ("tome-1", "all-entities")}, "only what that table needs"
+    monkeypatch.setattr(evaluation, "table_run", lambda folder, name, seed, part, before: (seed, part))
+    assert [key for key in evaluation.all_runs(tmp_path, tables, 2) if key[1]] == [
+        (name, 1) for name in ("tome-1", "no-memory", "entities-as-experts", "tome-2")], "the other rows have one seed"
+    assert evaluation.all_runs(tmp_path, ["sizes"], 2).keys() == {("tome-1", 0)}
     base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt") for name in ("tome-1", "from-scratch"))
     assert all(torch.equal(base[key], shared[key]) for key in base)
     monkeypatch.setattr(evaluation, "all_runs", lambda *_: results)

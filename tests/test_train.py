@@ -314,6 +314,9 @@ def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
         return max((a[name] - b[name]).abs().max().item() for name in a)
 
     assert far(again, first) < 0.0015 < 0.003 < far(scratch, first)     # a step away; four and more
+    loaded, word = train.make_run(train.parse_arguments(["--stage", "tome", "--out", str(trained)])), "embeddings.word.weight"
+    began, other = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]} for seed in (None, loaded.seed + 1))
+    assert far(other, scratch) < 0.02 < 0.1 < far(began, scratch)       # what the memory's encoder began with is no stranger
 
 
 def question_accuracy(out, path):
