@@ -74,6 +74,8 @@ class Settings:
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
     whole_softmax: bool = False     # fine-tuning on questions: eq. 10 over the whole memory, not its k_answer best. An
                                     # answer far from them, as that of two hops is at first, gets no gradient otherwise
+    cloze_weight: float = 0.3       # of each of the two losses of clozes beside claims (--cloze), which have 1. With 1 too,
+                                    # clozes, whose losses begin at 10, can drown what the claims have learnt before
     claim_mask: bool = False        # claims end in a [MASK] mention as questions do, and may retrieve there
     memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
                                     # learns what its new markers stand around; then retrieval is fitted to it
@@ -798,7 +800,7 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
 
     with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by the answer head (eq.
     10) and by the last memory layer's own query. From labels alone it does not learn to retrieve what two facts say."""
-    tome, fingerprint = load_tome(run)
+    settings, (tome, fingerprint) = run.settings, load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
@@ -824,16 +826,16 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
 
     def losses(model, batch):
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        parts = {}
+        parts, weight = {}, settings.cloze_weight if clozes else 1.0
         if task == "claims":
             known = batch.label >= 0
             parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
                 claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
         if task == "qa" or clozes:
             asked = batch.answer_mention[batch.answer > 0]
-            parts["qa"] = (1.0, answer_loss(run, training_memory, answer_query(model, H, batch, asked), batch))
+            parts["qa"] = (weight, answer_loss(run, training_memory, answer_query(model, H, batch, asked), batch))
             if clozes and layers[-1] is not None:
-                parts["asked"] = (1.0, answer_loss(run, training_memory, layers[-1].query[asked], batch))
+                parts["asked"] = (weight, answer_loss(run, training_memory, layers[-1].query[asked], batch))
         return parts
 
     def evaluate(model):
