@@ -315,14 +315,14 @@ RUNS = {                                              # in an order in which not
     "from-scratch": (["--start", "scratch"], ["tome-1"]),
     "mlm-alone": (["--set", "coref_weight=0", "--set", "entity_weight=0"], ["no-coreference"]),
 }
-MAIN = ["no-memory", "entities-as-experts", "tome-1", "tome-2"]
+MAIN = ["no-memory", "entities-as-experts", "tome-1", "tome-2"]     # the rows of claims and questions
 SEEDED = ("claims", "questions", "recall")            # tables over all seeds; the others show the first
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO = "one_hop", "two_hop"
 TWO_HOP_STEPS = 1600
-# What is measured of a run: masked mentions at the end of stage tome, and each task with its hops, fine-tuned from there;
-# the longest first.
-MASKED, CLAIMS, QUESTIONS = ("masked",), [("claims", TWO), ("claims", ONE)], [("qa", TWO), ("qa", ONE)]
+# The parts of a run, the longest first: masked mentions at the end of stage tome, where no task is named yet, and each task
+# with its hops, fine-tuned from there.
+MASKED, CLAIMS, QUESTIONS = (), [("claims", TWO), ("claims", ONE)], [("qa", TWO), ("qa", ONE)]
 ONE_HOP = [CLAIMS[1], QUESTIONS[1]]
 PARTS = [MASKED, CLAIMS[0], QUESTIONS[0], *ONE_HOP]
 
@@ -361,8 +361,8 @@ def make_world(folder, seed, all_entities=False):
 
 
 def place(folder, name, seed, part):
-    """The folder of one part of a run; where stage tome was trained, it is that of the run."""
-    return folder / "-".join([name, str(seed), *(part if part != MASKED else ())])
+    """The folder of one part of a run; that of the run itself is where stage tome was trained."""
+    return folder / "-".join([name, str(seed), *part])
 
 
 def table_run(folder, name, seed, part, before):
@@ -371,7 +371,7 @@ def table_run(folder, name, seed, part, before):
     path = place(folder, name, seed, part) / "figures.json"
     if not path.exists():
         work = pretrained if part == MASKED else finetuned
-        data.write_json(path, work(folder, name, seed, path.parent, before, *(part if part != MASKED else ())))
+        data.write_json(path, work(folder, name, seed, path.parent, before, *part))
     return data.read_json(path)
 
 
@@ -431,12 +431,13 @@ def all_runs(folder, tables, n_seeds):
                                                  lambda n, p, seed=seed: done[n, seed, p].result())
         for job in tqdm(as_completed(done.values()), "runs", len(done)):
             job.result()
-    for (name, seed, (key, *hops)), job in done.items():
+    for (name, seed, part), job in done.items():
         figures = results.setdefault((name, seed), {})
-        if hops:
-            figures.setdefault(key, {})[hops[0]] = job.result()
+        if part == MASKED:
+            figures["masked"] = job.result()
         else:
-            figures[key] = job.result()
+            task, hops = part
+            figures.setdefault(task, {})[hops] = job.result()
     return results
 
 
@@ -501,7 +502,7 @@ def retrieval_table(folder, results):
     yield ["attention on the same entity", "visible", "masked", "paper", ""]
     for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome", 41), ("tome-1", "batch-tome", ""),
                                ("tome-1", "tome", "")):
-        lines = [json.loads(line) for line in (folder / f"{name}-0" / "log.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (place(folder, name, 0, MASKED) / "log.jsonl").read_text().splitlines()]
         last = [line for line in lines if line["stage"] == stage][-1]["seen"]
         yield [f"{name}, end of {stage}", [last["mass_visible"]], [last["mass_masked"]], paper]
     yield ["best memory states the fact (test claims)", "layer 1: first fact", "second", "layer 2: first fact", "second"]

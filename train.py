@@ -800,7 +800,7 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
 
     with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by the answer head (eq.
     10) and by the last memory layer's own query. From labels alone it does not learn to retrieve what two facts say."""
-    settings, (tome, fingerprint) = run.settings, load_tome(run)
+    tome, fingerprint = load_tome(run)
     memory, training_memory = open_memory(run, tome, fingerprint)
     start_from(run, tome, start)
     examples, dev = read_task_examples(run, task, examples_path)
@@ -826,7 +826,7 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
 
     def losses(model, batch):
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        parts, weight = {}, settings.cloze_weight if clozes else 1.0
+        parts, weight = {}, run.settings.cloze_weight if clozes else 1.0
         if task == "claims":
             known = batch.label >= 0
             parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
