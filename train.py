@@ -20,9 +20,15 @@ import sys
 import time
 import zipfile
 import zlib
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:         # Windows
+    fcntl = None
 
 import numpy as np
 import torch
@@ -190,7 +196,7 @@ def read_run_file(out):
 
 def make_run(args):
     """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
-    out = Path(args.out or f"runs/{args.preset or 'toy'}")
+    out = Path(args.out)
     old = read_run_file(out) if (out / "run.json").exists() else None
     wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
               "corpus": args.corpus and os.path.abspath(args.corpus), "init": args.init and os.path.abspath(args.init)}
@@ -221,12 +227,33 @@ def make_run(args):
                old["init"], args.n_search if args.search == "bucketed" else None)
 
 
-def prepare_corpus(out, run, settings):
-    """Toy world if there is no corpus; tokenizer; flat arrays; run.json. Done once, by the first process."""
+@contextmanager
+def alone_in(out):
+    """Keeps every other train.py out of a run folder: two would overwrite each other's checkpoints. A job's first process
+    holds the lock; the system takes it back however that ends. Where there are no such locks nothing is checked."""
+    if fcntl is None or ann.rank_and_size()[0] > 0:
+        yield
+        return
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise RunError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"--out {out}: another train.py is at work there; wait for its end, or choose another folder") \
+                from None
+        except OSError:         # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(folder)
+
+
+def prepare_corpus(out, run, settings):
+    """Toy world if there is no corpus; tokenizer; flat arrays; run.json. Done once, by the first process."""
     source = run["corpus"]
     if source is None:
         source = out / "world" / "corpus.jsonl"
@@ -1029,6 +1056,7 @@ def parse_arguments(argv):
     add_search_arguments(parser)
     args = parser.parse_args(argv)
     args.set = dict(args.set) if args.set else None
+    args.out = args.out or f"runs/{args.preset or 'toy'}"
     if args.append and args.stage != "memory":
         parser.error("--append goes with --stage memory")
     if args.start and args.stage not in ("tome", "finetune"):
@@ -1095,7 +1123,8 @@ def main(argv=None):
             # A process that dies closes its connections: the others know at once. The limit is for those that are
             # alive and wait, above all while the first one tokenises the corpus.
             dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
-        run = train(args)
+        with alone_in(args.out):
+            run = train(args)
         if args.stage != "memory" and not args.quiet:
             import eval as evaluation       # the report at the end is eval.py's; it imports this file
             evaluation.report(run, args.stage, args.task)

@@ -71,6 +71,21 @@ def test_the_same_command_again_changes_nothing(trained, small_world):
     assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
 
 
+def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world, capsys):
+    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(flush=True); input()"
+    pytest.importorskip("fcntl")
+    before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+    with subprocess.Popen([sys.executable, "-c", code, trained], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()                             # the lock is held
+        assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 1
+        message = capsys.readouterr().err
+        assert f"{trained}: another train.py" in message and message.count("\n") == 1
+        assert evaluation.main(["--out", str(trained), "--json"]) == 0      # looking is allowed
+        other.kill()                                        # however it ends, the folder is free again
+    assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+    assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
+
+
 @pytest.mark.parametrize("stage", ["batch-tome", pytest.param("tome", marks=pytest.mark.slow)])
 def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, small_world, tmp_path, stage, monkeypatch):
     whole, log = weights(trained / f"{stage}.pt"), (trained / "log.jsonl").read_text()
