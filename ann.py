@@ -10,7 +10,7 @@
 The three searches return the same thing: scores by falling value, equal scores by rising id; no entry of the
 query's own passage (passage -1 is nobody's); score -inf and id -1 where there is nothing left. Keys may be
 float32, float16 or bfloat16, tensors or numpy memory maps; scores are always float32. No gradient passes,
-except through `gather`.
+except through `dot` and `gather`.
 
 All torch.distributed code of the project is at the end of this file. Without an initialised process group
 every function there does the same for the one process, without a copy.
@@ -35,6 +35,13 @@ def take(table, index, device):
     if isinstance(index, torch.Tensor):
         index = index.cpu().numpy()
     return torch.from_numpy(np.array(table[index])).to(device)   # of a memory map, only these rows
+
+
+def dot(queries, keys):
+    """queries [..., Q, d], keys [..., N, d] -> [..., Q, N] with gradient, in float32 also where training computes in
+    bfloat16: that would round a score of 50 by up to 0.125, and weights are its exponentials."""
+    with torch.autocast(queries.device.type, enabled=False):
+        return queries.float() @ keys.float().mT
 
 
 # ---- a top-k that is never arbitrary: score and id as one number
@@ -224,7 +231,7 @@ class BucketedIndex:
         Q, device = len(queries), queries.device
         best = torch.full((Q, k), NOTHING, device=device)
         queries = queries.float()
-        probe = (queries @ self.centroids.T).topk(min(n_search, len(self.centroids))).indices  # (Q, n_search)
+        probe = dot(queries, self.centroids).topk(min(n_search, len(self.centroids))).indices  # (Q, n_search)
         n_scores = int(self.count[probe].sum())
         if n_scores == 0 or k == 0:
             return unpack(best)
@@ -374,7 +381,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's own n_local keys.
     queries [Q, d], query_passage [Q]: Q may differ between processes. Returns scores [Q, k], ids [Q, k]; ids go
     on from shard to shard. Exact if k_shard = k; with less, what a shard has beyond its k_shard best is lost.
-    "Without a second top-k" (appendix C.2, entity prediction) is k = k_shard × processes.
+    "Without a second top-k" (app. C.1.4, entity prediction) is k = k_shard × processes.
     """
     rank, size = rank_and_size()
     Q = len(queries)

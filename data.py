@@ -1,6 +1,6 @@
 """Text in, batches out: corpus, tokenizer, passages with entity markers, masking, clusters, the toy world.
 
-The paper: §2 (notation, markers), §2.4-2.5 (what is masked and why), appendices A and A.1 (rates, clusters).
+The paper: §2 (notation, markers), §2.3-2.4 (what is masked and why), appendices A and A.1 (rates, clusters).
 
     corpus.jsonl --read_corpus--> Text --encode_text--> passages --Corpus.build--> flat arrays on disk
     Corpus[passages] --make_batch--> Batch: tokens (B, T), mentions as flat arrays (M,), masked tokens (L,)
@@ -1634,7 +1634,7 @@ def wiki(path, out, extend=True, workers=1):
 
 # ---------------------------------------------------------------- the published task files
 
-# No gold evidence is taken from any of them (§4.1). HoVer says the same two labels in other words. FEVER's
+# No gold evidence is taken from any of them (§4.3). HoVer says the same two labels in other words. FEVER's
 # third, NOT ENOUGH INFO, stays: the paper's FEVER is three-way (RAG's 72.5 beside it is a three-way figure).
 LABELS = {"SUPPORTS": "SUPPORTS", "SUPPORTED": "SUPPORTS", "REFUTES": "REFUTES", "NOT_SUPPORTED": "REFUTES",
           "NOT ENOUGH INFO": "NOT ENOUGH INFO", None: None}         # test files have none
@@ -1677,7 +1677,7 @@ def task_records(path):
 
 
 def task_example(name, record) -> dict:
-    """An example (DESIGN.md, files) of a record of task `name`. Raises ValueError."""
+    """An example (the format of Example) of a record of task `name`. Raises ValueError."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if name in CLAIMS:
@@ -1731,7 +1731,7 @@ def task(name, paths, out, corpus=None, entities=None):
     """`data.py task`: published files as examples. Raises DataError.
 
     A question keeps its answers as "answer_text"; "answers" are the entities among them. With none it counts
-    as wrong (§4.2)."""
+    as wrong (§4.4)."""
     if name in QUESTIONS and not (corpus or entities):
         raise DataError(f"{name}: answers are mapped to entities; give them with --corpus or --entities")
     examples = []

@@ -20,7 +20,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    """Every dimension of the model; the defaults are the paper's (§4.1, app. A, app. C.2)."""
+    """Every dimension of the model; the defaults are the paper's (§4.1, app. A, app. C.1.4)."""
     vocab_size: int = 30522
     hidden: int = 768
     n_heads: int = 12
@@ -38,7 +38,7 @@ class Config:
     value_dim: int = 512        # d_V
     coref_dim: int = 512        # d_C
     k: int = 128                # memories a mention attends to
-    k_shard: int = 2            # … of which each process offers so many (app. C.2), or k / processes if that is more
+    k_shard: int = 2            # … of which each process offers so many (app. C.1.4), or k / processes if that is more
     k_answer: int = 4096        # memories in the sum of eq. 10
     k_answer_shard: int = 32    # … likewise: 32 from each of the paper's 128 processes
     memory: str = "mentions"    # baselines: "entities", a trained EntityTable in its place; "none", no memory layers

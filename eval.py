@@ -2,7 +2,7 @@
 
     python eval.py --out runs/toy                       accuracy on masked mentions, with the memory and without
     python eval.py --out runs/toy --task qa             claims or questions; with the subject's passages taken away
-    python eval.py --out runs/toy --ask "Who was the teacher of Mona Varga?"
+    python eval.py --out runs/toy --ask "Who was the teacher of Walter Lorenz?"
     python eval.py --out runs/toy --task qa --examples FILE         examples of one's own, or of a published task
     python eval.py --out runs/toy --show                what the first held-out mentions retrieve; --html FILE: a page
 
@@ -87,9 +87,9 @@ def toy_examples(run, task, hops="one_hop", split="test"):
 
 def figures_of(run, tome, memory, task, examples, bm25=None):
     measured = task_accuracy(run, tome, task, examples, memory)
-    cell = {"memory": measured.pop("accuracy"), **measured}
+    cell, titles = {"memory": measured.pop("accuracy"), **measured}, set(run.corpus.titles)
     for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
-        if isinstance(memory, MentionMemory) and examples and all(field in e.info for e in examples):
+        if isinstance(memory, MentionMemory) and examples and all(str(e.info.get(field)) in titles for e in examples):
             cell[name] = task_accuracy(run, tome, task, examples, memory, without=field)["accuracy"]
     if bm25 is not None:
         cell["bm25_recall@20"] = bm25_recall(run, bm25, examples)
@@ -168,7 +168,7 @@ def bm25_recall(run, bm25, examples):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Looking: what a mention retrieves (tables 3, 4 and 7 of the paper)
+# Looking: what a mention retrieves (tables 3, 4 and 12 of the paper)
 
 
 class Shown(NamedTuple):
@@ -180,7 +180,7 @@ class Shown(NamedTuple):
 @torch.no_grad()
 def retrievals(run, tome, memory, batch, n=3):
     """H, and for each mention of a batch what Shown.mentions holds of it: the n memories with most attention."""
-    H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
+    H, found = tome.eval()(batch.tokens, batch.attention_mask, batch, memory)
     result = []
     for m, (row, start, end) in enumerate(zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist())):
         words = run.tokenizer.decode(batch.tokens[row, start + 1:end].tolist(), skip_special_tokens=False)
@@ -223,7 +223,6 @@ def verdict(says, probability, truth):
 @torch.no_grad()
 def show_examples(run, tome, memory, task, examples):
     """What the model makes of examples, and what their mentions retrieved: a list of Shown. task None: read only."""
-    tome.eval()
     shown = []
     for example in examples:
         batch = train.examples_batch(run, task, [example]).to(run.device)
@@ -429,8 +428,12 @@ def all_runs(folder, tables, n_seeds):
         for name, seed, part in jobs:   # in order, so that what one waits for has begun
             done[name, seed, part] = pool.submit(table_run, folder, name, seed, part,
                                                  lambda n, p, seed=seed: done[n, seed, p].result())
-        for job in tqdm(as_completed(done.values()), "runs", len(done)):
-            job.result()
+        try:
+            for job in tqdm(as_completed(done.values()), "runs", len(done)):
+                job.result()
+        except BaseException:               # a run that failed, or Ctrl-C: those that have not begun do not
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for (name, seed, part), job in done.items():
         figures = results.setdefault((name, seed), {})
         if part == MASKED:
@@ -502,8 +505,8 @@ def retrieval_table(folder, results):
     yield ["attention on the same entity", "visible", "masked", "paper", ""]
     for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome", 41), ("tome-1", "batch-tome", ""),
                                ("tome-1", "tome", "")):
-        lines = [json.loads(line) for line in (place(folder, name, 0, MASKED) / "log.jsonl").read_text().splitlines()]
-        last = [line for line in lines if line["stage"] == stage][-1]["seen"]
+        records = train.read_log(place(folder, name, 0, MASKED) / "log.jsonl")
+        last = [record for _, record in records if record["stage"] == stage][-1]["seen"]
         yield [f"{name}, end of {stage}", [last["mass_visible"]], [last["mass_masked"]], paper]
     yield ["best memory states the fact (test claims)", "layer 1: first fact", "second", "layer 2: first fact", "second"]
     for name, hops in (("tome-1", ONE), ("tome-2", ONE), ("tome-1", TWO), ("tome-2", TWO)):
@@ -634,8 +637,7 @@ NAMES = {"memory": "with the memory", "emptied": "memory emptied", "without_memo
 
 def print_curve(run, stage):
     """What log.jsonl says of a stage, each series from its smallest value to its largest."""
-    records = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]
-    records, series = [r for r in records if r["stage"] == stage], {}
+    records, series = [r for _, r in train.read_log(run.out / "log.jsonl") if r["stage"] == stage], {}
     for record in records:
         values = {name: value for name, value in record.items() if isinstance(value, float) and name != "lr"}
         for kind in ("seen", "unseen"):
@@ -694,7 +696,8 @@ def main(argv=None):
     parser.add_argument("--memory-fraction", type=float, default=1.0, help="of the memory's passages, uniform sample")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     parser.add_argument("--show", nargs="?", const="5", metavar="N|TEXT",
-                        help="what is retrieved by a text, or by the first N held-out mentions (--task: examples)")
+                        help="what is retrieved by a text, by N held-out mentions of entities seen and N never seen, or by the "
+                        "first N examples (--task)")
     parser.add_argument("--ask", metavar="TEXT", help="answer a question (with --task claims: judge a claim), and show "
                         "where from: --task qa --show TEXT")
     parser.add_argument("--html", metavar="FILE", help="write what --show prints as a page")
@@ -705,7 +708,7 @@ def main(argv=None):
     parser.add_argument("--plot", action="store_true", help="draw the table of sizes too, runs/tables/sizes.png")
     parser.add_argument("--seeds", type=train.whole(1), default=1, help="of the tables " + ", ".join(SEEDED))
     args = parser.parse_args(argv)
-    if args.ask:
+    if args.ask is not None:
         args.task, args.show = args.task or "qa", args.ask
     if not 0 <= args.memory_fraction <= 1:
         parser.error("--memory-fraction wants a number from 0 to 1")
@@ -715,6 +718,8 @@ def main(argv=None):
         parser.error("--plot goes with --table sizes or all")
     if args.html and args.show is None:
         parser.error("--html goes with --show or --ask")
+    if args.json and args.show is not None:
+        parser.error("--json does not go with --show and --ask")
     try:
         if args.table:
             make_tables(Path("runs/tables"), list(TABLES) if args.table == "all" else [args.table], args.seeds,

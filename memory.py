@@ -60,7 +60,7 @@ class BatchMemory:
     def attend(self, query, passage, k=None, k_shard=None):
         """Softmax over the whole batch memory: at this size there is nothing to search. query (M, d_K),
         passage (M,): a mention never attends to its own passage (app. A)."""
-        scores = query @ self.keys.T                                                         # (M, N)
+        scores = ann.dot(query, self.keys)                                                   # (M, N)
         scores = scores.masked_fill(passage[:, None] == self.passage[None, :], -torch.inf)
         weights = attention_weights(scores)
         ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
@@ -79,7 +79,7 @@ class EntityTable(nn.Module):
 
     def retrieve(self, query, passage=None, k=None, k_shard=None):
         """All entities, scored. query (M, d_K); the rest is the mention memory's and has no meaning here."""
-        scores = query.float() @ self.keys.T                                                 # (M, E)
+        scores = ann.dot(query, self.keys)                                                   # (M, E)
         ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
         return Retrieved(scores.masked_fill(ids == 0, -torch.inf), ids, ids)
 
@@ -95,12 +95,13 @@ class MentionMemory:
     `passage` names the group of rows that a query of the same number never sees: the query's own passage in training
     ("disallowed same passage retrieval", §2.4); evaluation puts articles there to take a whole subject away."""
 
-    def __init__(self, keys, values, entity, passage, mention, n_search=None):
+    def __init__(self, keys, values, entity, passage, mention, n_search=None, index=None):
         self.keys, self.values, self.entity = keys, values, entity
         self.passage, self.mention = passage, mention
         self.n_search = n_search        # None: exact search; else in so many of 4 sqrt(N) buckets (app. C.1.2)
-        bucketed = n_search is not None and len(keys) > 0
-        self.index = ann.BucketedIndex(keys, int(4 * len(keys) ** 0.5), passage) if bucketed else None
+        if index is None and n_search is not None and len(keys) > 0:
+            index = ann.BucketedIndex(keys, int(4 * len(keys) ** 0.5), passage)
+        self.index = index
 
     def __len__(self):
         return len(self.keys)
@@ -122,12 +123,12 @@ class MentionMemory:
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.2): the search runs without gradient, then the chosen keys are scored again with it.
 
-        Every process offers its k_shard best (app. C.2: 2 of k = 128, from 128 processes); fewer processes offer more,
+        Every process offers its k_shard best (app. C.1.4: 2 of k = 128, from 128 processes); fewer processes offer more,
         so that there are always k to choose from, and one process searches exactly."""
         k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage, len(self))    # (M, K)
         keys, entity = ann.fetch(ids, [self.keys, self.entity])                              # (M, K, d_K), (M, K)
-        scores = torch.einsum("md,mkd->mk", query.float(), keys.float()).masked_fill(ids < 0, -torch.inf)
+        scores = ann.dot(query[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
         return Retrieved(scores, ids, entity)
 
     def attend(self, query, passage, k, k_shard):
@@ -142,7 +143,7 @@ class MentionMemory:
         of the entity's own. query (M, d_K), passage, entity (M,) -> (M, 2), finfo.min where there is no row. Holds the
         scores of everybody's queries and this process's rows, a few times over."""
         query, passage, entity, M = *(ann.gather(x) for x in (query.float(), passage, entity)), len(query)
-        scores = query @ self.keys.float().T                                                 # (M of all, N)
+        scores = ann.dot(query, self.keys)                                                   # (M of all, N)
         least = torch.finfo(scores.dtype).min       # -inf would leave logsumexp without a gradient
         if (passage >= 0).any():
             scores = scores.masked_fill(passage[:, None] == self.passage, least)
@@ -165,7 +166,10 @@ class MentionMemory:
     # -- the same table, changed: another search, and the controls of the experiments
 
     def changed(self, **changes):
-        return MentionMemory(**{name: getattr(self, name) for name in (*ARRAYS, "n_search")} | changes)
+        kept = {name: getattr(self, name) for name in (*ARRAYS, "n_search", "index")}
+        if changes.keys() & {"keys", "passage", "n_search"}:
+            kept["index"] = None            # it holds them, in its own order
+        return MentionMemory(**kept | changes)
 
     def bucketed(self, n_search):
         """The same rows, searched in n_search buckets; None: exactly."""
@@ -227,6 +231,12 @@ class MemoryAttention(nn.Module):
 # processes writes the same files, and a build that was stopped goes on at the first one missing.
 
 
+def no_rows(key_dim, value_dim, dtype):
+    """ARRAYS of an empty memory."""
+    ids = np.zeros(0, np.int64)
+    return dict(keys=np.zeros((0, key_dim), dtype), values=np.zeros((0, value_dim), dtype), entity=ids, passage=ids, mention=ids)
+
+
 @torch.no_grad()
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32, batch_tokens=16384, progress=None):
     """Memory rows of the linked mentions of these passages (int64, rising), from their unmasked text (§2.1.2): a
@@ -252,8 +262,8 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32, batch_t
             parts[name].append(tensor.float().cpu().numpy().astype(dtype))
         for name in ("entity", "passage", "mention"):
             parts[name].append(getattr(batch, name)[linked].cpu().numpy())
-    width = {"keys": (0, encoder.config.key_dim), "values": (0, encoder.config.value_dim)}
-    rows = {name: np.concatenate(part) if part else np.zeros(width.get(name, 0)) for name, part in parts.items()}
+    empty = no_rows(encoder.config.key_dim, encoder.config.value_dim, dtype)
+    rows = {name: np.concatenate(part or [empty[name]]) for name, part in parts.items()}
     order = np.argsort(rows["mention"])
     return {name: array[order] for name, array in rows.items()}
 
@@ -307,7 +317,7 @@ def read_record(path):
 
 
 def read_manifest(folder, fingerprint=None, corpus=None):
-    """The manifest, checked to belong to the Mention Encoder of that fingerprint (app. B.5: TOME has to start from the
+    """The manifest, checked to belong to the Mention Encoder of that fingerprint (app. B.6: TOME has to start from the
     same BATCH-TOME that wrote the memory, it cannot learn to use another one) and to the corpus of that one."""
     path = Path(folder) / "manifest.json"
     manifest = read_record(path)
@@ -345,7 +355,5 @@ def load_memory(folder, fingerprint=None, device="cpu", keep=None, corpus=None):
         rows = slice(None) if keep is None else keep[shard["passage"]]
         for name in ARRAYS:
             parts[name].append(np.asarray(shard[name][rows]))
-    empty = {"keys": np.zeros((0, manifest["key_dim"]), np.float32),
-             "values": np.zeros((0, manifest["value_dim"]), np.float32)}
-    return MentionMemory.from_arrays({name: np.concatenate(part) if part else empty.get(name, np.zeros(0))
-                                      for name, part in parts.items()}, device)
+    empty = no_rows(manifest["key_dim"], manifest["value_dim"], manifest["dtype"])      # of a process that gets no shard
+    return MentionMemory.from_arrays({name: np.concatenate(part or [empty[name]]) for name, part in parts.items()}, device)

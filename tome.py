@@ -91,7 +91,7 @@ class MentionEncoder(nn.Module):
 
     @property
     def fingerprint(self):
-        """Names this encoder by its weights: a memory belongs to the one that wrote it (app. B.5)."""
+        """Names this encoder by its weights: a memory belongs to the one that wrote it (app. B.6)."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -131,7 +131,7 @@ class BatchTOME(nn.Module):
 # Initial weights
 
 # A mention can learn from the memory only once it retrieves something of use, and to learn what is of use it has to
-# retrieve (app. B.5). So retrieval works by surface form at the first step: a mention looks for mentions encoded like
+# retrieve (app. B.6). So retrieval works by surface form at the first step: a mention looks for mentions encoded like
 # itself. Only these initial values differ from BERT's; nothing is held fixed afterwards.
 
 KEY_STD = 0.05     # BERT's 0.02 would spread the attention over everything; with 0.1 a masked mention never moves it
@@ -294,7 +294,7 @@ def coreference_loss(z, entity, passage):
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)              # (N, …)
-    scores = z @ all_z.T                                                                                 # (M, N)
+    scores = ann.dot(z, all_z)                                                                           # (M, N)
     elsewhere = passage[:, None] != all_passage[None, :]
     same = entity[:, None] == all_entity[None, :]
     negatives = scores.masked_fill(~(elsewhere & ~same), torch.finfo(scores.dtype).min).logsumexp(-1)    # (M,)

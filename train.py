@@ -125,6 +125,14 @@ def preset(name, n_blocks=1, changes=None):
     values = PRESETS[name] | (changes or {})
     settings = replace(Settings(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Settings)}})
     config = replace(Config(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Config)}})
+    for wrong, what in ((config.hidden % config.n_heads, "hidden is no multiple of n_heads"),
+                        (not 0 <= config.dropout < 1, "dropout is a share, less than 1"),
+                        (config.gelu not in ("none", "tanh"), "gelu is none or tanh"),
+                        (settings.memory_dtype not in ("float16", "float32"), "memory_dtype is float16 or float32"),
+                        (min(settings.log_every, settings.save_every, config.n_initial, config.n_block) < 1,
+                         "log_every, save_every, n_initial and n_block are at least 1")):
+        if wrong:
+            raise RunError(f"--set: {what}")
     return settings, replace(config, n_blocks=n_blocks)
 
 
@@ -425,7 +433,6 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
             s["entity"] += (entity_right & of_kind & batch.masked).sum().item()
             s["visible"] += (of_kind & visible).sum().item()
             s["mass_visible"] += mass[of_kind & visible].sum().item()
-    tome.train()
     result = {}
     for kind, s in sums.items():
         s = {name: float(ann.total(value, device)) for name, value in s.items()}
@@ -584,17 +591,22 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     ann.barrier()           # nobody reads the checkpoint before it is written
 
 
+def read_log(path):
+    """The lines of log.jsonl, each with what it says."""
+    lines = []
+    for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            record = json.loads(line)
+            lines.append((line, record | {"stage": str(record["stage"]), "step": int(record["step"])}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path}:{n}: damaged ({error}); take this line out") from None
+    return lines
+
+
 def trim_log(path, stage, step):
     """Forget log lines of this stage after `step`: a stage that goes on writes them again."""
     if path.exists():
-        kept = []
-        for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-            try:
-                record = json.loads(line)
-                if record["stage"] != stage or record["step"] <= step:
-                    kept.append(line)
-            except (ValueError, KeyError, TypeError) as error:
-                raise RunError(f"{path}:{n}: damaged ({error}); take this line out") from None
+        kept = [line for line, record in read_log(path) if record["stage"] != stage or record["step"] <= step]
         write_atomically(path, lambda file: file.writelines(kept))
 
 
@@ -636,6 +648,9 @@ def stage_batch_tome(run, schedule):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
     settings, corpus = run.settings, run.corpus
     passages = np.flatnonzero(~corpus.held_out)
+    if not len(passages):
+        raise RunError(f"{run.out / 'corpus'}: all of its passages are held out, there is none to train on; add articles, or "
+                       'a field "split": "train"')
 
     def clusters(epoch):
         whole = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
@@ -645,7 +660,7 @@ def stage_batch_tome(run, schedule):
 
     epochs = Epochs(clusters)
     # coreference only over the most frequent entities: the rest is not linked for this loss
-    bar = np.sort(corpus.entity_count)[-min(settings.coref_entities, len(corpus.entity_count))]
+    bar = np.sort(corpus.entity_count)[-min(max(settings.coref_entities, 1), len(corpus.entity_count))]
     frequent = torch.from_numpy(np.asarray(corpus.entity_count) >= max(bar, 1)).to(run.device)
     mentions = sample_eval_mentions(run, settings.eval_mentions)
     support = supporting_passages(corpus, mentions)
@@ -725,7 +740,7 @@ def open_memory(run, tome, fingerprint):
 
 
 def start_from(run, tome, start):
-    """Weights of another checkpoint, or fresh ones ("scratch"), instead of those of the stage before (app. B.5). None:
+    """Weights of another checkpoint, or fresh ones ("scratch"), instead of those of the stage before (app. B.6). None:
     leave them. What a checkpoint lacks, as the memory layers where it had none, is fresh.
 
     Fresh weights are not those that BATCH-TOME began with: beside them, what wrote the memory would be no stranger."""
@@ -735,6 +750,9 @@ def start_from(run, tome, start):
     if start != "scratch":
         checkpoint = read_checkpoint(Path(start))
         saved = checkpoint.get("best", checkpoint["model"])
+        if any(name not in saved or saved[name].shape != state[name].shape for name in state if name.startswith("initial.")):
+            raise RunError(f"--start {start}: no TOME of these dimensions; give a tome.pt, claims.pt or qa.pt of such a run "
+                           "(a batch-tome.pt is what stage tome starts from without --start)")
         state |= {name: tensor for name, tensor in saved.items() if name in state}
     load_weights(tome, state, start)
 
@@ -792,14 +810,22 @@ def read_examples(run, task, path, known=True):
         say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
+    if nothing := sum(not e.mentions for e in examples):
+        say(f"{path}: {nothing:,} of {len(examples):,} examples have no mention, so nothing is looked up for them.", sys.stderr)
     return examples
+
+
+def examples_file(run, task, path):
+    """FILE, or that of the toy world."""
+    path = Path(path) if path else run.out / "world" / f"{task}.one_hop.train.jsonl"
+    if not path.exists():
+        raise RunError(f"{path}: no such file; --examples wants a file of JSON lines (README, Your own corpus)")
+    return path
 
 
 def read_task_examples(run, task, path):
     """(training, dev) examples: FILE and the FILE whose name says dev instead of train, else a tenth of FILE."""
-    path = Path(path) if path else run.out / "world" / f"{task}.one_hop.train.jsonl"
-    if not path.exists():
-        raise RunError(f"{path}: no such file; --examples wants a file of JSON lines (README, examples)")
+    path = examples_file(run, task, path)
     examples = read_examples(run, task, path)
     dev = path.with_name(path.name.replace("train", "dev"))
     if dev != path and dev.exists():
@@ -812,7 +838,7 @@ def read_task_examples(run, task, path):
 
 
 def answerable(run, questions, path):
-    """Those to train on: a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.2)."""
+    """Those to train on: a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.4)."""
     known = [e for e in questions if any(a in run.corpus.entity_index for a in e.answers)]
     if not known:
         raise RunError(f"{path}: no question has an answer that is an entity of the corpus; name answers as the corpus "
@@ -969,7 +995,6 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
             answers = {entity_index.get(answer, -1) for answer in example.answers}
             right.append(entity in answers and entity > 0)
             recalled.append(any(e in answers and e > 0 for e in top))
-    tome.train()
     result = {"accuracy": float(np.mean(right)) if right else 0.0, "n": len(right)}
     if recalled:
         result["recall@20"] = float(np.mean(recalled))
@@ -1009,7 +1034,8 @@ def rate(text):
 
 def one_setting(text):
     """NAME=VALUE -> (name, value), of the type that the field has."""
-    known = {f.name: f.default for f in (*fields(Settings), *fields(Config)) if isinstance(f.default, (int, float, str))}
+    known = {f.name: f.default for f in (*fields(Settings), *fields(Config)) if isinstance(f.default, (int, float, str))
+             and f.name not in ("n_blocks", "vocab_size", "n_entities")}       # --blocks, and two that the corpus decides
     name, _, value = text.partition("=")
     if name not in known:
         raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(sorted(known))}")
@@ -1033,7 +1059,7 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     parser.add_argument("--stage", choices=STAGES, required=True)
     parser.add_argument("--preset", choices=list(PRESETS))
-    parser.add_argument("--corpus", help="JSON lines, plain or .gz (README, corpus); none: the toy world")
+    parser.add_argument("--corpus", help="JSON lines, plain or .gz (README, Your own corpus); none: the toy world")
     parser.add_argument("--out", help="folder of the run (default: runs/<preset>)")
     parser.add_argument("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
@@ -1073,11 +1099,15 @@ def parse_arguments(argv):
 
 
 def train(args):
-    for name in ("examples", "append"):    # before hours of training, not after
+    # what is wrong is said before hours of training, not after
+    for name, what in (("examples", "file of JSON lines (see the README)"), ("append", "file of JSON lines (see the README)"),
+                       ("start", "checkpoint, or scratch")):
         path = getattr(args, name)
-        if path and not Path(path).exists():
-            raise RunError(f"{path}: no such file; --{name} wants a file of JSON lines (see the README)")
+        if path and not Path(path).exists() and (name, path) != ("start", "scratch"):
+            raise RunError(f"{path}: no such file; --{name} wants a {what}")
     run = make_run(args)
+    if args.stage == "finetune":
+        data.read_examples(examples_file(run, args.task, args.examples), args.task)
     baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
     if baseline and args.stage in STAGES[:2]:
         raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")

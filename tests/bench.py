@@ -208,7 +208,7 @@ def buckets(args):
 # ---- shards
 
 def shards(args):
-    """What top-2 of each of 128 shards, then top-128, loses against the exact top-128 (app. C.2)."""
+    """What top-2 of each of 128 shards, then top-128, loses against the exact top-128 (app. C.1.4)."""
     keys, queries = clustered(524288, 128, 8192, 768, args.device)
     orders = {"dealt out at random": torch.randperm(len(keys), generator=torch.Generator().manual_seed(0)),
               "an entity's in one shard": torch.arange(len(keys))}
@@ -352,7 +352,7 @@ def cost(args):
         n_search *= 2
     print(f"  {n_search} of {len(index.centroids)} buckets find 95% of the two best")
     seconds = {"exact": [], "bucketed": []}
-    for k in (2, 32):                   # the memory layer, entity prediction (app. C.2)
+    for k in (2, 32):                   # the memory layer, entity prediction (app. C.1.4)
         seconds["exact"].append(cpu_seconds(1, lambda: ann.exact_topk(queries, keys, k)))
         seconds["bucketed"].append(cpu_seconds(1, lambda: index.search(queries, k, n_search)))
     for name, config in readers.items():

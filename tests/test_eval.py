@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import time
 import types
 from collections import Counter
 from concurrent.futures import Future
@@ -377,11 +378,34 @@ def test_held_out_mentions_are_shown_by_number(run, capsys):
     assert printed.count("says: ") == 2 and "[MASK]" in printed and "layer 2" in printed
 
 
+def test_what_is_shown_has_no_dropout(run, capsys, monkeypatch):
+    _, tome, memory = loaded = evaluation.open_run(run)
+    for module in tome.modules():
+        if hasattr(module, "p"):
+            module.p = 0.5
+    evaluation.masked_mention_figures(*loaded)
+    evaluation.print_shown(loaded[0], evaluation.show_masked(*loaded))
+    first = capsys.readouterr().out
+    tome.train()
+    evaluation.print_shown(loaded[0], evaluation.show_masked(*loaded))
+    assert capsys.readouterr().out == first != ""
+
+
+def test_a_subject_that_is_no_article_is_not_taken_away(run, tmp_path):
+    path = write(tmp_path / "claims.train.jsonl", [{"text": f"{NAMES[i]} met {NAMES[i + 1]}.", "label": "SUPPORTS", "subject": subject}
+                                                   for i, subject in enumerate((NAMES[0], ["a", "list"], "nobody"))])
+    finetune(run, "claims", path)
+    loaded = evaluation.open_run(run, "claims")
+    examples = train.read_examples(loaded[0], "claims", path)
+    assert "fact_removed" in evaluation.figures_of(*loaded, "claims", examples[:1])
+    assert "fact_removed" not in evaluation.figures_of(*loaded, "claims", examples)
+
+
 def test_a_text_without_a_mention_and_flags_that_do_not_fit_are_one_sentence(run, capsys):
     assert evaluate(run, "--show", "Nobody at all.") == 1
     message = capsys.readouterr().err
     assert "no mention in 'Nobody at all.'" in message and message.count("\n") == 1
-    for flags in (["--html", "x.html"], ["--examples", "x.jsonl"]):
+    for flags in (["--html", "x.html"], ["--examples", "x.jsonl"], ["--show", "--json"]):
         with pytest.raises(SystemExit):
             evaluate(run, *flags)
 
@@ -439,6 +463,20 @@ class InTurn(contextlib.nullcontext):
         future = Future()
         future.set_result(work(*args))
         return future
+
+
+def test_after_a_run_that_failed_no_other_begins(tmp_path, monkeypatch):
+    begun = []
+
+    def failing(*arguments):
+        begun.append(arguments)
+        time.sleep(0.2 if len(begun) > 1 else 0)
+        raise train.RunError("no room")
+
+    monkeypatch.setattr(evaluation, "table_run", failing)
+    with pytest.raises(train.RunError, match="no room"):
+        evaluation.all_runs(tmp_path, list(evaluation.TABLES), 3)
+    assert len(begun) < 20, "of more than 60"
 
 
 @pytest.mark.slow

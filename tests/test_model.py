@@ -314,6 +314,34 @@ def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_and_zero_without_an
     assert mlm_loss(torch.empty(0, 7), torch.empty(0, dtype=torch.long)) == 0
 
 
+def test_scores_are_float32_where_training_computes_in_bfloat16():
+    """Scores of about 50, whose last digits bfloat16 would drop: the weights of eq. 7 are their exponentials."""
+    g, memory = torch.Generator().manual_seed(0), memory_of()
+    memory.keys += 4
+    query, passage, entity = 3 + torch.randn(4, 4, generator=g), torch.tensor([7, 8, 9, -1]), torch.tensor([1, 2, 3, 4])
+    scores = query.double() @ memory.keys.double().T
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (query @ query.T).dtype == torch.bfloat16                    # what would be, without ann.dot
+        found = memory.attend(query, passage, 5, 5)
+        sums = memory.log_sums(query, passage, entity)
+        table = BatchMemory(memory.keys, memory.values, memory.entity, memory.passage).attend(query, passage)
+        loss = coreference_loss(memory.keys, memory.entity, memory.passage)
+    assert torch.allclose(found.scores.double(), scores.gather(1, found.ids), rtol=1e-6)
+    allowed = scores.masked_fill(passage[:, None] == memory.passage, -torch.inf)
+    assert torch.allclose(sums[:, 0].double(), allowed.logsumexp(-1), rtol=1e-6)
+    assert torch.allclose(table.scores.double(), allowed, rtol=1e-6)
+    assert loss.dtype == torch.float32
+    assert torch.allclose(loss, coreference_loss(memory.keys, memory.entity, memory.passage), rtol=1e-6)
+
+
+def test_buckets_are_made_again_only_where_keys_or_passages_change():
+    memory = memory_of().bucketed(2)
+    assert memory.shuffled().index is memory.index                          # only the values are another row's
+    for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10)), memory.bucketed(3)):
+        assert changed.index is not memory.index
+    assert memory.bucketed(None).index is None
+
+
 def test_memory_controls_select_sample_shuffle_and_group():
     table = memory_of()
     assert len(table.emptied()) == 0

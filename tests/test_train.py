@@ -234,6 +234,55 @@ def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained
     assert "cannot be made" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("setting, words", [
+    ("n_heads=5", "n_heads"), ("hidden=100", "n_heads"), ("dropout=2", "dropout"), ("gelu=relu", "gelu"),
+    ("log_every=0", "log_every"), ("memory_dtype=int8", "float16 or float32"), ("n_block=0", "n_block")])
+def test_a_setting_that_cannot_be_is_one_sentence_and_does_not_stay(tiny, small_world, tmp_path, capsys, setting, words):
+    assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path / "run", "--set", setting) == 1
+    message = capsys.readouterr().err
+    assert "--set: " in message and words in message and message.count("\n") == 1
+    assert not (tmp_path / "run" / "run.json").exists()                     # the folder is free for the right one
+
+
+def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"question": "Who?"\n')
+    finetune = ["--stage", "finetune", "--task", "qa", "--corpus", small_world, "--out", tmp_path / "run"]
+    for more, words in (([], "qa.one_hop.train.jsonl: no such file"), (["--examples", tmp_path / "bad.jsonl"], "bad.jsonl:1"),
+                        (["--start", tmp_path / "no.pt"], "no.pt: no such file")):
+        assert run(*finetune, *more) == 1
+        message = capsys.readouterr().err
+        assert words in message and "Traceback" not in message
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_path, capsys):
+    lines = [json.loads(line) | {"split": "held_out"} for line in small_world.read_text().splitlines()[:3]]
+    data.write_lines(tmp_path / "c.jsonl", lines)
+    assert run("--stage", "tome", "--corpus", tmp_path / "c.jsonl", "--out", tmp_path / "run") == 1
+    message = capsys.readouterr().err
+    assert "held out" in message and message.count("\n") == 1
+
+
+def test_a_damaged_log_of_a_finished_stage_is_named(trained, small_world, capsys):
+    with open(trained / "log.jsonl", "a") as log:
+        log.write("garbage\n")
+    assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 1
+    assert "log.jsonl:3: damaged" in capsys.readouterr().err
+
+
+def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
+    """It sends and receives rows: of float16 in a memory of float16."""
+    out = tmp_path / "run"
+    assert run("--stage", "memory", "--corpus", small_world, "--out", out, "--set", "memory_dtype=float16") == 0
+    full = memory_file.load_memory(out / "memory")
+    monkeypatch.setattr(memory_file.ann, "rank_and_size", lambda: (1, 2))
+    empty = memory_file.load_memory(out / "memory")
+    assert full.keys.dtype == torch.float16 and len(full) > 0 == len(empty)
+    for name in memory_file.ARRAYS:
+        a, b = getattr(full, name), getattr(empty, name)
+        assert a.dtype == b.dtype and a.shape[1:] == b.shape[1:], name
+
+
 def test_a_checkpoint_of_a_stranger_runs_no_code(trained, small_world, capsys):
     class Evil:
         def __reduce__(self):
@@ -313,6 +362,17 @@ def test_a_rate_on_the_command_line_is_the_stages_and_stays(trained, capsys):
     assert last["lr"] == pytest.approx(1e-4)                    # of 4 steps the last one, without warm-up
     assert run(*tome) == 0 and torch.load(trained / "tome.pt", weights_only=True)["lr"] == 4e-4
     assert run(*tome, "--lr", 1e-3) == 1 and "--lr 0.0004, not 0.001" in capsys.readouterr().err
+
+
+def test_a_start_that_holds_no_tome_of_these_dimensions_is_refused(trained, capsys):
+    (trained / "tome.pt").rename(trained / "other.pt")
+    other = torch.load(trained / "other.pt", weights_only=True)
+    other["model"] = {name: tensor[:1] for name, tensor in other["model"].items()}
+    torch.save(other, trained / "other.pt")
+    for start in ("batch-tome.pt", "other.pt"):         # the first one's names begin otherwise: nothing would be taken
+        assert run("--stage", "tome", "--out", trained, "--start", trained / start) == 1
+        assert f"--start {trained / start}: no TOME" in capsys.readouterr().err
+    assert not (trained / "tome.pt").exists()
 
 
 @pytest.mark.slow
