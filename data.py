@@ -1677,7 +1677,7 @@ def task_records(path):
 
 
 def task_example(name, record) -> dict:
-    """An example (the format of Example) of a record of task `name`. Raises ValueError."""
+    """A line of a file of examples, as read_examples reads it, from a record of task `name`. Raises ValueError."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     if name in CLAIMS:

@@ -68,12 +68,18 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(x))
 
 
+# No padding is computed: a layer reads the n tokens of the whole batch as rows, x (n, hidden), and only its attention
+# knows which passage each stands in, by `at` (n,), its place in the flat batch. On short passages that is a quarter of
+# a step.
+
+
 def spread(x, at, attention_mask):
     """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding."""
     return x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, at, x).unflatten(0, attention_mask.shape)
 
 
 class SelfAttention(nn.Module):
+    """x (n, hidden) -> (n, hidden); a token attends to those of its own passage."""
 
     def __init__(self, config):
         super().__init__()
@@ -86,10 +92,11 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                 # each (B, nh, T, hd)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask[:, None, None, :],
                                            dropout_p=self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])
+        return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])                      # (B T, hidden)[at]
 
 
 class TransformerLayer(nn.Module):
+    """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""
 
     def __init__(self, config):
         super().__init__()
@@ -107,10 +114,7 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero at the padding.
-
-    No padding is computed: a layer reads the n tokens of the whole batch as rows (n, hidden), and only its attention
-    knows which passage each stands in, `at` (n,) in the flat batch. On short passages that is a quarter of a step."""
+    """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero at the padding."""
 
     def __init__(self, config, n_layers):
         super().__init__()

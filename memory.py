@@ -34,7 +34,8 @@ class MemoryFolderError(Exception):
 
 
 class Retrieved(NamedTuple):
-    """What a batch of M mentions found, best first. K memories each; scores -inf and ids -1 where there are fewer."""
+    """What a batch of M mentions found: K memories each, best first where they were searched for and in the table's own
+    order where all of it is attended; scores -inf and ids -1 where there are fewer."""
     scores: torch.Tensor        # (M, K) query · key, with gradient into the query
     ids: torch.Tensor           # (M, K) memory rows
     entity: torch.Tensor        # (M, K) MemEnt
@@ -210,7 +211,7 @@ class MemoryAttention(nn.Module):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
         self.query = SpanEncodingLayer(config.hidden, config.key_dim)
-        self.up = nn.Linear(config.value_dim, config.hidden)                                 # W_U
+        self.up = nn.Linear(config.value_dim, config.hidden)            # W_U, with the public code's bias
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):

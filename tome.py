@@ -118,7 +118,7 @@ class BatchTOME(nn.Module):
         if not use_memory:
             return self.tome.read_blocks(H0, batch.attention_mask)
         # The memory holds what the text says, not what is left of it after masking; same-passage entries are never
-        # attended, so that nothing leaks. Where nothing is masked the two reads share their first block.
+        # attended, so that nothing leaks. Of an unmasked text (the golden arrays) both are one read.
         first = H0 if batch.unmasked is batch.tokens else self.tome.read_initial(batch.unmasked, batch.attention_mask)
         first, _ = self.tome.read_blocks(first, batch.attention_mask)
         linked = batch.entity > 0
@@ -143,7 +143,7 @@ def init_retrieval(model, special):
 
     We give it what BERT's lower layers learn first. The hidden space is split, tokens | fast waves | slow waves of the
     position, and in every layer four heads look one and two tokens to either side and copy what stands there, a fifth
-    looks around. Query, key and coreference layers start equal."""
+    looks around. Query, answer and coreference layers start like the key layer."""
     tome, config = model.tome, model.config
     memory_layers = [block.memory_attention for block in tome.blocks if block.memory_attention is not None]
     n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
@@ -195,6 +195,7 @@ def init_retrieval(model, special):
 
 
 def start_like_keys(model, layers):
+    """Only those of the keys' dimension: the paper's coreference layer has another."""
     for layer in layers:
         if layer.linear.weight.shape == model.encoder.key.linear.weight.shape:
             layer.load_state_dict(model.encoder.key.state_dict())

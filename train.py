@@ -57,7 +57,8 @@ class Schedule:
 
 @dataclass
 class Settings:
-    """Everything about a run that is not a dimension of the model. The defaults are the paper's (app. A, B.1)."""
+    """Everything about a run that is not a dimension of the model. The defaults are the paper's (app. A, B.1), as far as it
+    has them."""
     passage_length: int = 128       # T, excluding entity markers
     max_length: int = 512           # … and with them
     vocab: int = 30522              # WordPiece, where it is trained on the corpus
@@ -78,13 +79,13 @@ class Settings:
     span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]) …
     tied: float = 0.0               # … for this share of batch-tome's steps with the memory, its first ones
     bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
+    memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
+                                    # learns what its new markers stand around; then retrieval is fitted to it
     whole_softmax: bool = False     # fine-tuning on questions: eq. 10 over the whole memory, not its k_answer best. An
                                     # answer far from them, as that of two hops is at first, gets no gradient otherwise
     cloze_weight: float = 0.3       # of each of the two losses of clozes beside claims (--cloze), which have 1. With 1 too,
                                     # clozes, whose losses begin at 10, can drown what the claims have learnt before
     claim_mask: bool = False        # claims end in a [MASK] mention as questions do, and may retrieve there
-    memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
-                                    # learns what its new markers stand around; then retrieval is fitted to it
     log_every: int = 1000
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
