@@ -205,6 +205,8 @@ def read_run_file(out):
 
 def make_run(args):
     """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
+    if args.n_search and args.search != "bucketed":
+        raise RunError("--n-search goes with --search bucketed")
     out = Path(args.out)
     old = read_run_file(out) if (out / "run.json").exists() else None
     wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
@@ -233,7 +235,7 @@ def make_run(args):
     config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0),
                      n_entities=0 if config.memory == "mentions" else len(corpus.entity_names))
     return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device),
-               old["init"], args.n_search if args.search == "bucketed" else None)
+               old["init"], (args.n_search or 32) if args.search == "bucketed" else None)
 
 
 @contextmanager
@@ -1052,7 +1054,7 @@ def one_setting(text):
 
 def add_search_arguments(parser):
     parser.add_argument("--search", choices=("exact", "bucketed"), default="exact", help="of the memory (app. C.1)")
-    parser.add_argument("--n-search", type=whole(1), default=32, help="buckets a bucketed search looks into, of "
+    parser.add_argument("--n-search", type=whole(1), help="buckets that --search bucketed looks into (default 32), of "
                         "4 sqrt(N) for N memories in a process")
 
 

@@ -201,6 +201,7 @@ def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, 
 @pytest.mark.parametrize("arguments, words", [
     (["--stage", "tome", "--corpus", "no/such.jsonl"], "no such file"),
     (["--stage", "finetune", "--task", "qa", "--examples", "no/such.jsonl"], "no such file"),
+    (["--stage", "tome", "--n-search", "4"], "--search bucketed"),
 ])
 def test_missing_files_are_named_before_anything_is_trained(tiny, tmp_path, capsys, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
