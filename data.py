@@ -676,8 +676,8 @@ def eval_batch(corpus, mentions) -> Batch:
     return _batch(corpus, passages, unmasked, tokens, chosen, owner, mention, row, start, end)
 
 
-def eval_mentions(corpus, n, seed, min_elsewhere=1) -> np.ndarray:
-    """At most n mention numbers of held-out passages that only a memory can fill in.
+def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
+    """Numbers of the mentions in held-out passages that only a memory can fill in.
 
     Linked, the entity stands once in the passage, is not the article's title (which most of its passages
     name), and is linked in at least min_elsewhere other passages of the corpus, held out or not."""
@@ -686,9 +686,8 @@ def eval_mentions(corpus, n, seed, min_elsewhere=1) -> np.ndarray:
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
     passages_with = np.bincount(pairs % E, minlength=E)                     # (E,)
     own = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])[corpus.article[passage]]
-    good = linked[corpus.held_out[passage] & (count[pair] == 1) & (own != entity)
+    return linked[corpus.held_out[passage] & (count[pair] == 1) & (own != entity)
                   & (passages_with[entity] > min_elsewhere)]
-    return np.sort(np.random.default_rng(seed).permutation(good)[:n])
 
 
 def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:

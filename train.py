@@ -447,8 +447,7 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
 
 def sample_eval_mentions(run, n):
     """n mentions of entities seen in training and n of entities never seen (data.eval_mentions), the same each time."""
-    mentions = data.eval_mentions(run.corpus, 10 ** 9, seed=0)
-    mentions = np.random.default_rng(0).permutation(mentions)
+    mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
     seen = run.corpus.entity_count[run.corpus.mention_entity[mentions]] > 0
     return np.concatenate([mentions[seen][:n], mentions[~seen][:n]])
 
