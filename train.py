@@ -20,7 +20,7 @@ import sys
 import time
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -245,8 +245,9 @@ def alone_in(out):
     if fcntl is None or ann.rank_and_size()[0] > 0:
         yield
         return
+    new = not os.path.exists(out)
     try:
-        Path(out).mkdir(parents=True, exist_ok=True)
+        os.makedirs(out, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise RunError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
@@ -260,6 +261,9 @@ def alone_in(out):
             pass
         yield
     finally:
+        if new:
+            with suppress(OSError):     # it is not empty
+                os.rmdir(out)
         os.close(folder)
 
 

@@ -242,7 +242,7 @@ def test_a_setting_that_cannot_be_is_one_sentence_and_does_not_stay(tiny, small_
     assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path / "run", "--set", setting) == 1
     message = capsys.readouterr().err
     assert "--set: " in message and words in message and message.count("\n") == 1
-    assert not (tmp_path / "run" / "run.json").exists()                     # the folder is free for the right one
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
