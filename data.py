@@ -455,6 +455,11 @@ class Corpus:
         """{name: number} of the entities."""
         return {name: i for i, name in enumerate(self.entity_names)}
 
+    @cached_property
+    def article_index(self):
+        """{title: number} of the articles."""
+        return {title: i for i, title in enumerate(self.titles)}
+
     def passage_entities(self, p):
         """Entity numbers of a passage's mentions; 0 = not linked."""
         return self.mention_entity[self.mention_first[p]:self.mention_first[p + 1]]

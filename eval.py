@@ -87,9 +87,9 @@ def toy_examples(run, task, hops="one_hop", split="test"):
 
 def figures_of(run, tome, memory, task, examples, bm25=None):
     measured = task_accuracy(run, tome, task, examples, memory)
-    cell, titles = {"memory": measured.pop("accuracy"), **measured}, set(run.corpus.titles)
+    cell, articles = {"memory": measured.pop("accuracy"), **measured}, run.corpus.article_index
     for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
-        if isinstance(memory, MentionMemory) and examples and all(str(e.info.get(field)) in titles for e in examples):
+        if isinstance(memory, MentionMemory) and examples and all(str(e.info.get(field)) in articles for e in examples):
             cell[name] = task_accuracy(run, tome, task, examples, memory, without=field)["accuracy"]
     if bm25 is not None:
         cell["bm25_recall@20"] = bm25_recall(run, bm25, examples)

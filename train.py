@@ -982,14 +982,13 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
     tome.eval()
     corpus, right, recalled = run.corpus, [], []
     entity_index = corpus.entity_index
-    article_index = {title: i for i, title in enumerate(corpus.titles)}
     if without:
         memory = memory.by_article(corpus.article)
     for first in range(0, len(examples), batch_size):
         chosen = examples[first:first + batch_size]
         batch = examples_batch(run, task, chosen).to(run.device)
         if without:
-            articles = torch.tensor([article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
+            articles = torch.tensor([corpus.article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
             batch.passage = articles[batch.row]
         H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
         if task == "claims":

@@ -378,7 +378,7 @@ def test_held_out_mentions_are_shown_by_number(run, capsys):
     assert printed.count("says: ") == 2 and "[MASK]" in printed and "layer 2" in printed
 
 
-def test_what_is_shown_has_no_dropout(run, capsys, monkeypatch):
+def test_what_is_shown_has_no_dropout(run, capsys):
     _, tome, memory = loaded = evaluation.open_run(run)
     for module in tome.modules():
         if hasattr(module, "p"):
