@@ -756,11 +756,12 @@ def start_from(run, tome, start):
     if start != "scratch":
         checkpoint = read_checkpoint(Path(start))
         saved = checkpoint.get("best", checkpoint["model"])
-        if any(name not in saved or saved[name].shape != state[name].shape for name in state if name.startswith("initial.")):
+        if any(saved[name].shape != fresh.shape if name in saved else name.startswith("initial.")
+               for name, fresh in state.items()):
             raise RunError(f"--start {start}: no TOME of these dimensions; give a tome.pt, claims.pt or qa.pt of such a run "
                            "(a batch-tome.pt is what stage tome starts from without --start)")
         state |= {name: tensor for name, tensor in saved.items() if name in state}
-    load_weights(tome, state, start)
+    tome.load_state_dict(state)
 
 
 def stage_tome(run, schedule, start=None):
@@ -852,57 +853,6 @@ def answerable(run, questions, path):
     say(f"{len(known):,} of {len(questions):,} questions to train on have an answer that is an entity of the corpus "
         f"({len(known) / len(questions):.1%}); the others are left out.")
     return known
-
-
-def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=False):
-    """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
-
-    with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by the answer head (eq.
-    10) and by the last memory layer's own query. From labels alone it does not learn to retrieve what two facts say."""
-    tome, fingerprint = load_tome(run)
-    memory, training_memory = open_memory(run, tome, fingerprint)
-    start_from(run, tome, start)
-    examples, dev = read_task_examples(run, task, examples_path)
-    if task == "qa":
-        examples = answerable(run, examples, examples_path)
-    rng = np.random.default_rng([run.seed, 6])
-    clozes = [question for e in examples if (question := cloze(run, e, rng))] if with_clozes else []
-    if with_clozes and not clozes:
-        raise RunError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; give mentions with "
-                       "their entities (noun chunks have none), or leave out --cloze")
-    epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
-    beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(clozes)))
-    if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
-        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
-        tome.claim.bias.data[list(absent)] = -1e4
-
-    def next_batch(step):
-        chosen = [examples[i] for i in epochs.at(step, schedule.batch)]
-        if not clozes:
-            return examples_batch(run, task, chosen)
-        return disguise(examples_batch(run, task, chosen + sorted(
-            (clozes[i] for i in beside.at(step, schedule.batch)), key=wording)))
-
-    def losses(model, batch):
-        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        parts, weight = {}, run.settings.cloze_weight if clozes else 1.0
-        if task == "claims":
-            known = batch.label >= 0
-            parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
-                claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
-        if task == "qa" or clozes:
-            asked = batch.answer_mention[batch.answer > 0]
-            parts["qa"] = (weight, answer_loss(run, training_memory, answer_query(model, H, batch, asked), batch))
-            if clozes and layers[-1] is not None:
-                parts["asked"] = (weight, answer_loss(run, training_memory, layers[-1].query[asked], batch))
-        return parts
-
-    def evaluate(model):
-        return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
-
-    read = (examples, dev, clozes) if clozes else (examples, dev)
-    train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
-                {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr(read).encode())})
 
 
 def cloze(run, example, rng):
@@ -1004,6 +954,57 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
     if recalled:
         result["recall@20"] = float(np.mean(recalled))
     return result
+
+
+def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=False):
+    """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
+
+    with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by the answer head (eq.
+    10) and by the last memory layer's own query. From labels alone it does not learn to retrieve what two facts say."""
+    tome, fingerprint = load_tome(run)
+    memory, training_memory = open_memory(run, tome, fingerprint)
+    start_from(run, tome, start)
+    examples, dev = read_task_examples(run, task, examples_path)
+    if task == "qa":
+        examples = answerable(run, examples, examples_path)
+    rng = np.random.default_rng([run.seed, 6])
+    clozes = [question for e in examples if (question := cloze(run, e, rng))] if with_clozes else []
+    if with_clozes and not clozes:
+        raise RunError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; give mentions with "
+                       "their entities (noun chunks have none), or leave out --cloze")
+    epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
+    beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(clozes)))
+    if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
+        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
+        tome.claim.bias.data[list(absent)] = -1e4
+
+    def next_batch(step):
+        chosen = [examples[i] for i in epochs.at(step, schedule.batch)]
+        if not clozes:
+            return examples_batch(run, task, chosen)
+        return disguise(examples_batch(run, task, chosen + sorted(
+            (clozes[i] for i in beside.at(step, schedule.batch)), key=wording)))
+
+    def losses(model, batch):
+        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        parts, weight = {}, run.settings.cloze_weight if clozes else 1.0
+        if task == "claims":
+            known = batch.label >= 0
+            parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
+                claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
+        if task == "qa" or clozes:
+            asked = batch.answer_mention[batch.answer > 0]
+            parts["qa"] = (weight, answer_loss(run, training_memory, answer_query(model, H, batch, asked), batch))
+            if clozes and layers[-1] is not None:
+                parts["asked"] = (weight, answer_loss(run, training_memory, layers[-1].query[asked], batch))
+        return parts
+
+    def evaluate(model):
+        return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
+
+    read = (examples, dev, clozes) if clozes else (examples, dev)
+    train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
+                {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr(read).encode())})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
