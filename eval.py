@@ -419,8 +419,7 @@ def all_runs(folder, tables, n_seeds):
     cores."""
     jobs = []
     for seed in range(n_seeds):
-        wanted = {(name, part) for table in tables if seed == 0 or table in SEEDED
-                  for name, parts in TABLES[table][0].items() for part in (MASKED, *parts)}
+        wanted = {(name, part) for table in tables for name, parts in TABLES[table][0].items() for part in (MASKED, *parts)}
         wanted |= {(name, MASKED) for run, _ in wanted for name in RUNS[run][1]}            # needed, also if not shown
         jobs += [(name, seed, part) for part in PARTS for name in RUNS if (name, part) in wanted]
     done, results = {}, {}
@@ -575,17 +574,25 @@ def make_tables(folder, names, n_seeds, with_plot=False):
     if with_plot and not find_spec("matplotlib"):        # before hours of training
         raise RunError("--plot draws with matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
     folder.mkdir(parents=True, exist_ok=True)
-    results = all_runs(folder, names, n_seeds)
-    for name in names:
-        lines = list(TABLES[name][1](folder, results))
-        data.write_json(folder / f"{name}.json", {"lines": lines})
-        if with_plot and name == "sizes":
-            plot(folder / "sizes.png", lines[0], lines[1:])
-        print(f"\n{name}")
-        for label, *cells in lines:
-            widths = [max(11, len(head)) for head in lines[0][1:]]
-            print(f"| {label:<42} | " + " | ".join(f"{as_text(c):<{w}}" for c, w in zip_longest(cells, widths, fillvalue=""))
-                  + " |")
+    for n in range(1, n_seeds + 1):         # a seed takes an hour or two: what is known by then is shown
+        results = all_runs(folder, names, n)
+        for name in names:
+            lines = list(TABLES[name][1](folder, results))
+            data.write_json(folder / f"{name}.json", {"lines": lines})
+            if with_plot and name == "sizes":
+                plot(folder / "sizes.png", lines[0], lines[1:])
+            print_table(name if n == 1 else f"{name}, {n} seeds", lines)
+        names = [name for name in names if name in SEEDED]
+        if not names:
+            break
+
+
+def print_table(title, lines):
+    print(f"\n{title}")
+    for label, *cells in lines:
+        widths = [max(11, len(head)) for head in lines[0][1:]]
+        print(f"| {label:<42} | " + " | ".join(f"{as_text(c):<{w}}" for c, w in zip_longest(cells, widths, fillvalue=""))
+              + " |", flush=True)
 
 
 def as_text(cell):

@@ -406,6 +406,15 @@ def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, cap
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dimension_that_the_bert_decides_cannot_be_set(tmp_path, capsys):
+    bert, corpus = write_bert(tmp_path / "bert", random_bert()), write_corpus(tmp_path / "corpus.jsonl")
+    command = ["--stage", "memory", "--init", str(bert), "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--set"]
+    assert train.main([*command, "hidden=24"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--set hidden: it is 12 in the BERT" in error
+    assert not (tmp_path / "run").exists()
+
+
 SENTENCES = ["The Eiffel Tower stands in Paris.", "Yes.", "Marie Curie, born in Warsaw, shared the 1903 Nobel Prize in "
              "Physics with her husband Pierre and with Henri Becquerel."]
 

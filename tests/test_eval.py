@@ -506,15 +506,18 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
                                                              for task in ("claims", "qa")}}
         for name in ("tome-1", "all-entities")}, "only what that table needs"
     monkeypatch.setattr(evaluation, "table_run", lambda folder, name, seed, part, before: (seed, part))
-    assert [key for key in evaluation.all_runs(tmp_path, tables, 2) if key[1]] == [
-        (name, 1) for name in ("tome-1", "no-memory", "entities-as-experts", "tome-2")], "the other rows have one seed"
-    assert evaluation.all_runs(tmp_path, ["sizes"], 2).keys() == {("tome-1", 0)}
+    assert evaluation.all_runs(tmp_path, ["sizes"], 2).keys() == {("tome-1", 0), ("tome-1", 1)}
     base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt") for name in ("tome-1", "from-scratch"))
     assert all(torch.equal(base[key], shared[key]) for key in base)
-    monkeypatch.setattr(evaluation, "all_runs", lambda *_: results)
+    asked = []
+    monkeypatch.setattr(evaluation, "all_runs", lambda folder, names, n: asked.append((names, n)) or results)
     capsys.readouterr()
-    evaluation.make_tables(tmp_path, tables, 1)
+    evaluation.make_tables(tmp_path, tables, 3)
     printed = capsys.readouterr().out
+    seeded = ["claims", "questions", "recall"]
+    assert asked == [(tables, 1), (seeded, 2), (seeded, 3)], "the other tables have one seed"
+    assert [line for line in printed.split("\n") if line.startswith(tuple(tables)) and "|" not in line] == [
+        *tables, *(f"{name}, {n} seeds" for n in (2, 3) for name in seeded)]
     assert "| from scratch " in printed and printed.count("; right)") + printed.count("; wrong)") == 5
     for name in tables:
         heading, *rows = data.read_json(tmp_path / f"{name}.json")["lines"]
