@@ -227,8 +227,8 @@ def make_run(args):
     if old["init"]:         # its dimensions stay in run.json: the run needs the folder only to start
         if "bert" not in old:
             old["bert"] = asdict(bert_config(old["init"], config))
-            for name in old["set"]:
-                if old["bert"].get(name, old["set"][name]) != old["set"][name]:
+            for name, value in old["set"].items():
+                if old["bert"].get(name, value) != value:
                     raise RunError(f"--set {name}: it is {old['bert'][name]} in the BERT of --init {old['init']}; leave it out")
         config = Config(**old["bert"])
     if ann.rank_and_size()[0] == 0:

@@ -506,6 +506,9 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
                                                              for task in ("claims", "qa")}}
         for name in ("tome-1", "all-entities")}, "only what that table needs"
     monkeypatch.setattr(evaluation, "table_run", lambda folder, name, seed, part, before: (seed, part))
+    seeded = ["claims", "questions", "recall"]
+    assert [key for key in evaluation.all_runs(tmp_path, seeded, 2) if key[1]] == [
+        (name, 1) for name in ("tome-1", "no-memory", "entities-as-experts", "tome-2")]
     assert evaluation.all_runs(tmp_path, ["sizes"], 2).keys() == {("tome-1", 0), ("tome-1", 1)}
     base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt") for name in ("tome-1", "from-scratch"))
     assert all(torch.equal(base[key], shared[key]) for key in base)
@@ -514,7 +517,6 @@ def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     evaluation.make_tables(tmp_path, tables, 3)
     printed = capsys.readouterr().out
-    seeded = ["claims", "questions", "recall"]
     assert asked == [(tables, 1), (seeded, 2), (seeded, 3)], "the other tables have one seed"
     assert [line for line in printed.split("\n") if line.startswith(tuple(tables)) and "|" not in line] == [
         *tables, *(f"{name}, {n} seeds" for n in (2, 3) for name in seeded)]
