@@ -5,6 +5,7 @@
     python eval.py --out runs/toy --ask "Who was the teacher of Walter Lorenz?"
     python eval.py --out runs/toy --task qa --examples FILE         examples of one's own, or of a published task
     python eval.py --out runs/toy --show                what the first held-out mentions retrieve; --html FILE: a page
+    python eval.py --table claims                       a table of the paper in miniature, with the runs that it needs: hours
 
 Every figure has its controls beside it: the memory emptied, its values shuffled, or the passages that state the fact
 removed. "Seen" entities are linked somewhere in the training passages, "unseen" ones never: they came with the memory.

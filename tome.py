@@ -143,15 +143,19 @@ def init_retrieval(model, special):
 
     We give it what BERT's lower layers learn first. The hidden space is split, tokens | fast waves | slow waves of the
     position, and in every layer four heads look one and two tokens to either side and copy what stands there, a fifth
-    looks around. Query, answer and coreference layers start like the key layer."""
+    looks around. Query, answer and coreference layers start like the key layer, and a retrieved name is written where all of
+    these heads find its words."""
     tome, config = model.tome, model.config
     memory_layers = [block.memory_attention for block in tome.blocks if block.memory_attention is not None]
     n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
     if config.n_heads < 6 or d_head < 16:
         raise ValueError(f"{config.n_heads} heads of {d_head}: the initial weights need 6 heads of at least 16")
+    basis = torch.linalg.qr(torch.randn(n, n))[0]                                        # directions to copy along
+    words = torch.randn(config.vocab_size, n)                                            # along the basis
+    words[:, d_head:3 * d_head] = words[:, :d_head].repeat(1, 2)    # near, far and around: one code in all three
     embeddings = tome.embeddings
     embeddings.word.weight.zero_()
-    embeddings.word.weight[:, :n] = F.normalize(torch.randn(config.vocab_size, n), dim=1)
+    embeddings.word.weight[:, :n] = F.normalize(words, dim=1) @ basis.T
     embeddings.word.weight[list(special.values())] *= 0.2       # what stands beside a marker must drown it
     embeddings.segment.weight.zero_()
     fast, slow = (scale * 0.7 ** torch.arange(waves) for scale in (torch.pi, 0.2))       # radians a token
@@ -161,12 +165,12 @@ def init_retrieval(model, special):
         angle = position * frequency                                                     # (positions, waves)
         wave = torch.stack([angle.cos(), angle.sin()], dim=2).flatten(1)                 # cos, sin, cos, sin, …
         embeddings.position.weight[:, first:first + 16] = norm * wave / waves ** 0.5
-    basis = torch.linalg.qr(torch.randn(n, n))[0]                                        # directions to copy along
     layers = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
     for depth, layer in enumerate(layers):
         q, k, v = layer.attention.qkv.weight.view(3, config.n_heads, d_head, config.hidden)
         # Heads +1 and -1 copy along the same directions, +2 and -2 along others: a name's first word, taken from
-        # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker.
+        # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker. The last head
+        # copies what stands anywhere around.
         for head, (offset, part) in enumerate(((1, 0), (-1, 0), (2, 1), (-2, 1), (0, 2))):
             first, frequency = (n, fast) if offset else (n + 16, slow)
             # the score at the right offset: 4 in the first layer, more above, where positions are blurred
@@ -188,6 +192,10 @@ def init_retrieval(model, special):
     value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
     for memory_attention in memory_layers:                      # … which W_U writes back where it was read
         memory_attention.up.weight[:n, :half] += basis[:, :half]
+        # … and also along the directions in which heads look around, the words from near and far together: else the query
+        # of a second hop, asked by another mention, is made of one word of the name that the first has brought
+        both = min(2 * d_head, half)
+        memory_attention.up.weight[:n, :both] += basis[:, 2 * d_head:3 * d_head].repeat(1, 2)[:, :both]
     tome.mlm.dense.weight += torch.eye(config.hidden)
     key.zero_()
     key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD

@@ -10,7 +10,7 @@ import torch
 import ann
 from encoder import Config, SpanEncodingLayer
 from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
-from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
+from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, init_retrieval, mlm_loss,
                   predict_entity, share_out, whole_memory_loss)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
@@ -125,6 +125,36 @@ def test_fitted_keys_are_white_and_queries_find_them_by_ridge_regression():
         expected = X @ W
         expected *= 20 / (expected * keys).sum(1).mean()
         np.testing.assert_allclose(Q, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@torch.no_grad()
+def test_initial_weights_find_mentions_of_the_same_name_and_pass_on_both_of_its_words():
+    """20 names of two words, each in two passages of other words: who finds whom, and what a head that looks around copies
+    of the tokens to which the memory layer has written a name."""
+    torch.manual_seed(0)
+    n, special = 20, {"[CLS]": 0, "[E_start]": 1, "[E_end]": 2}
+    model = BatchTOME(TOME(Config(vocab_size=300, hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, n_blocks=1,
+                                  max_positions=40, dropout=0.0, key_dim=64, value_dim=128, coref_dim=64)))
+    init_retrieval(model, special)
+    tome, at, starts, names = model.tome, torch.arange(2 * n), torch.randint(1, 16, (2 * n,)), 10 + torch.randperm(2 * n)
+    tokens = torch.randint(50, 300, (2 * n, 20))                            # 40 passages of 20 tokens
+    tokens[:, 0] = special["[CLS]"]
+    for row, start in enumerate(starts.tolist()):
+        tokens[row, start:start + 4] = torch.tensor([1, *names[[row % n, n + row % n]], 2])
+    batch = SimpleNamespace(tokens=tokens, unmasked=tokens, attention_mask=torch.ones_like(tokens, dtype=torch.bool), row=at,
+                            start=starts, end=starts + 3, entity=1 + at % n, passage=at)
+    right = model(batch)[1][0].weights.argmax(1) == (at + n) % (2 * n)
+    assert right.float().mean() > 0.3, "by chance 0.03"
+
+    H = tome(tokens, batch.attention_mask)[0]
+    values = model.encoder.encode(H, at, starts, starts + 3)[1]
+    around = tome.blocks[0].transformer.layers[0].attention.qkv.weight.view(3, 6, 16, 96)[2, 4]             # (16, hidden)
+    copied = tome.blocks[0].memory_attention.up(values) @ around.T                                          # (40, 16)
+    for words in names.view(2, n):                                          # the first words, then the second ones
+        expected = tome.embeddings.word.weight[words] @ around.T                                            # (20, 16)
+        likeness = torch.cosine_similarity(copied[:, None], expected, dim=-1)                               # (40, 20)
+        own = at[:, None] % n == torch.arange(n)
+        assert likeness[own].mean() > 0.25 and abs(likeness[~own].mean()) < 0.1
 
 
 def read_batch(seed, n_mentions=6):
