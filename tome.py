@@ -150,9 +150,11 @@ def init_retrieval(model, special):
     n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
     if config.n_heads < 6 or d_head < 16:
         raise ValueError(f"{config.n_heads} heads of {d_head}: the initial weights need 6 heads of at least 16")
-    basis = torch.linalg.qr(torch.randn(n, n))[0]                                        # directions to copy along
+    basis = torch.linalg.qr(torch.randn(n, n))[0]
+    # the directions along which heads copy a word one token away, two away, and anywhere around: (n, d_head) each
+    near, far, around = basis[:, :3 * d_head].split(d_head, dim=1)
     words = torch.randn(config.vocab_size, n)                                            # along the basis
-    words[:, d_head:3 * d_head] = words[:, :d_head].repeat(1, 2)    # near, far and around: one code in all three
+    words[:, d_head:3 * d_head] = words[:, :d_head].repeat(1, 2)                         # one code in all three
     embeddings = tome.embeddings
     embeddings.word.weight.zero_()
     embeddings.word.weight[:, :n] = F.normalize(words, dim=1) @ basis.T
@@ -168,10 +170,9 @@ def init_retrieval(model, special):
     layers = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
     for depth, layer in enumerate(layers):
         q, k, v = layer.attention.qkv.weight.view(3, config.n_heads, d_head, config.hidden)
-        # Heads +1 and -1 copy along the same directions, +2 and -2 along others: a name's first word, taken from
-        # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker. The last head
-        # copies what stands anywhere around.
-        for head, (offset, part) in enumerate(((1, 0), (-1, 0), (2, 1), (-2, 1), (0, 2))):
+        # Heads +1 and -1 copy along the same directions, and so do +2 and -2: a name's first word, taken from
+        # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker.
+        for head, (offset, copy) in enumerate(((1, near), (-1, near), (2, far), (-2, far), (0, around))):
             first, frequency = (n, fast) if offset else (n + 16, slow)
             # the score at the right offset: 4 in the first layer, more above, where positions are blurred
             sharpness = (4.0 * (depth + 1) if offset else 4.0) * d_head ** 0.5 / 42     # 42: squared norm of a wave
@@ -181,7 +182,6 @@ def init_retrieval(model, special):
             turn = torch.block_diag(*(torch.tensor([[c, -s], [s, c]]) for c, s in zip(cos, sin)))
             q[head, :16, first:first + 16] = turn * sharpness ** 0.5
             k[head, :16, first:first + 16] = torch.eye(16) * sharpness ** 0.5
-            copy = basis[:, part * d_head:(part + 1) * d_head]                           # (n, d_head)
             v[head, :, :n] = copy.T * (2.0 if depth == 0 else 0.7)
             out = layer.attention.out.weight[:, head * d_head:(head + 1) * d_head]
             out.zero_()
@@ -192,10 +192,10 @@ def init_retrieval(model, special):
     value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
     for memory_attention in memory_layers:                      # … which W_U writes back where it was read
         memory_attention.up.weight[:n, :half] += basis[:, :half]
-        # … and also along the directions in which heads look around, the words from near and far together: else the query
-        # of a second hop, asked by another mention, is made of one word of the name that the first has brought
+        # … and also along `around`, the name's words from near and far together: else the query of a second hop, asked by
+        # another mention, is made of one word of the name that the first has brought
         both = min(2 * d_head, half)
-        memory_attention.up.weight[:n, :both] += basis[:, 2 * d_head:3 * d_head].repeat(1, 2)[:, :both]
+        memory_attention.up.weight[:n, :both] += around.repeat(1, 2)[:, :both]
     tome.mlm.dense.weight += torch.eye(config.hidden)
     key.zero_()
     key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD
