@@ -597,10 +597,10 @@ def print_table(title, lines):
 
 
 def as_text(cell):
-    """A list of values over seeds as mean ± standard deviation; anything else as it is."""
+    """A list of values over seeds as mean ± standard deviation (n - 1: seeds are a sample); anything else as it is."""
     if not isinstance(cell, list):
         return str(cell)
-    spread = f" ± {np.std(cell):.2f}" if len(cell) > 1 else ""
+    spread = f" ± {np.std(cell, ddof=1):.2f}" if len(cell) > 1 else ""
     return f"{np.mean(cell):.2f}{spread}" if cell else "-"
 
 

@@ -453,7 +453,7 @@ def test_cells_are_means_over_seeds():
     assert evaluation.figure(results, "tome-1", "qa", "one_hop") == [0.5, 1.0]
     assert evaluation.figure(results, "tome-2", "qa", "one_hop") == []
     assert [evaluation.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [
-        "0.75 ± 0.25", "0.25", "-", "66.6", ""]
+        "0.75 ± 0.35", "0.25", "-", "66.6", ""]
 
 
 class InTurn(contextlib.nullcontext):
