@@ -14,6 +14,7 @@ import argparse
 import html
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -245,13 +246,19 @@ def show_examples(run, tome, memory, task, examples):
 
 
 def example_of(run, text):
-    """An example of a text that somebody typed."""
+    """An example of a text that somebody typed. Its mentions are those found, and what stands in [brackets]: no
+    entity is named "teacher", but the second hop of "Who taught Kira Hale's [teacher]?" starts there."""
+    plain, marked = "", []
+    for i, piece in enumerate(re.split(r"\[\s*([^\[\]]*[^\[\]\s])\s*\]", text)):
+        if i % 2:                                               # these stood in brackets
+            marked.append(data.Mention(len(plain), len(plain) + len(piece), None))
+        plain += piece
     how, find = data.mention_finder(run.corpus.entity_names)
-    mentions = find(text)
+    mentions = marked + [m for m in find(plain) if all(m.end <= b.start or b.end <= m.start for b in marked)]
     if not mentions:
-        raise RunError(f"no mention in {text!r}, so nothing can be looked up; name an entity of the corpus. Mentions "
-                       f"are found by {how}")
-    return data.Example(text, mentions, None, [], {})
+        raise RunError(f"no mention in {text!r}, so nothing can be looked up; name an entity of the corpus, or put what is "
+                       f"mentioned in [brackets]. Mentions are found by {how}")
+    return data.Example(plain, sorted(mentions), None, [], {})
 
 
 def print_shown(run, shown):
@@ -707,7 +714,7 @@ def main(argv=None):
                         help="what is retrieved by a text, by N held-out mentions of entities seen and N never seen, or by the "
                         "first N examples (--task)")
     parser.add_argument("--ask", metavar="TEXT", help="answer a question (with --task claims: judge a claim), and show "
-                        "where from: --task qa --show TEXT")
+                        "where from: --task qa --show TEXT. [brackets]: a mention that is no entity's name")
     parser.add_argument("--html", metavar="FILE", help="write what --show prints as a page")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     train.add_search_arguments(parser)

@@ -401,6 +401,18 @@ def test_a_subject_that_is_no_article_is_not_taken_away(run, tmp_path):
     assert "fact_removed" not in evaluation.figures_of(*loaded, "claims", examples)
 
 
+@pytest.mark.parametrize("text, plain, words", (
+        ("Alma Verran's [teacher] met Boris Holt.", "Alma Verran's teacher met Boris Holt.", ["Alma Verran", "teacher", "Boris Holt"]),
+        ("Who taught the [ old friend ]?", "Who taught the old friend?", ["old friend"]),               # no name at all
+        ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt []", ["friend of Alma Verran", "Boris Holt"])))
+def test_what_a_typed_text_has_in_brackets_is_a_mention(run, text, plain, words):
+    loaded, tome, memory = evaluation.open_run(run)
+    example = evaluation.example_of(loaded, text)
+    assert example.text == plain and [plain[m.start:m.end] for m in example.mentions] == words
+    shown, = evaluation.show_examples(loaded, tome, memory, None, [example])
+    assert [name for name, _ in shown.mentions] == [w.lower() for w in words]
+
+
 def test_a_text_without_a_mention_and_flags_that_do_not_fit_are_one_sentence(run, capsys):
     assert evaluate(run, "--show", "Nobody at all.") == 1
     message = capsys.readouterr().err
