@@ -293,7 +293,7 @@ def rank_and_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def total(x, device="cpu"):
+def sum_over_processes(x, device="cpu"):
     """The sum over all processes of a number or tensor, without gradient."""
     x = torch.as_tensor(x, device=device).detach().clone()
     if rank_and_size()[1] > 1:
@@ -322,7 +322,7 @@ def count_sent(what, n_bytes):
     bytes_sent[what] = bytes_sent.get(what, 0) + n_bytes
 
 
-def lengths(n, device):
+def gather_counts(n, device):
     """Everybody's n, a list."""
     size = rank_and_size()[1]
     counts = torch.empty(size, dtype=torch.int64, device=device)
@@ -336,7 +336,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         size = rank_and_size()[1]
-        ctx.counts = lengths(len(x), x.device)
+        ctx.counts = gather_counts(len(x), x.device)
         padded = x.new_zeros(max(ctx.counts), *x.shape[1:])  # all_gather wants equal shapes: pad, gather, cut
         padded[:len(x)] = x
         parts = [torch.empty_like(padded) for _ in range(size)]
@@ -388,8 +388,8 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     if size == 1:
         scores, ids = search(queries, k_shard, query_passage)
     else:
-        counts = lengths(Q, queries.device)
-        offset = sum(lengths(n_local, queries.device)[:rank])
+        counts = gather_counts(Q, queries.device)
+        offset = sum(gather_counts(n_local, queries.device)[:rank])
         everyone = None if query_passage is None else gather(query_passage)
         scores, ids = search(gather(queries), k_shard, everyone)
         ids = torch.where(ids < 0, ids, ids + offset)                              # (queries of all, k_shard)
@@ -413,7 +413,7 @@ def fetch(ids, tables):
     if size == 1:
         found = [take(table, ids[chosen], ids.device) for table in tables]
     else:
-        start = torch.tensor([0, *lengths(len(tables[0]), ids.device)], device=ids.device).cumsum(0)
+        start = torch.tensor([0, *gather_counts(len(tables[0]), ids.device)], device=ids.device).cumsum(0)
         wanted, inverse = ids[chosen].unique(return_inverse=True)                   # sorted, hence by process
         owner = torch.searchsorted(start, wanted, right=True) - 1
         counts = torch.bincount(owner, minlength=size).tolist()

@@ -44,7 +44,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[E_start]", "[E_end]"]
 PAD, UNK, CLS, SEP, MASK, E_START, E_END = SPECIAL
 
 
-class DataError(Exception):
+class UserError(Exception):
     """Something is wrong with the user's data; the message is a sentence for a person."""
 
 
@@ -63,7 +63,7 @@ class Text(NamedTuple):
 
 # ---------------------------------------------------------------- files that are whole or not there
 
-def write_atomically(path, write):
+def write_file(path, write):
     """write(file) into a temporary name, then rename: a reader sees the old file or the new, never half of one.
 
     The name is always the same: what a process that was killed has left is overwritten by the next one."""
@@ -75,7 +75,7 @@ def write_atomically(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as e:        # RuntimeError: what torch.save makes of a full disk
-        raise DataError(f"{path}: cannot be written ({str(e).split(chr(10))[0]}); is the disk full?") from e
+        raise UserError(f"{path}: cannot be written ({str(e).split(chr(10))[0]}); is the disk full?") from e
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
@@ -92,7 +92,7 @@ def checksum(path):
 def write_json(path, value):
     """A dictionary, and the checksum of what it says."""
     value = {**value, "checksum": zlib.crc32(json.dumps(value).encode())}
-    write_atomically(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
+    write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 
 def read_json(path):
@@ -107,7 +107,7 @@ def read_json(path):
 # ---------------------------------------------------------------- reading corpus and example files
 
 def open_text(path, errors=None) -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, one by one. Raises DataError; errors: see read_corpus. A line
+    """The lines of a plain or gzipped UTF-8 file, one by one. Raises UserError; errors: see read_corpus. A line
     that is not UTF-8 is empty then."""
     n = 0
     try:
@@ -118,14 +118,14 @@ def open_text(path, errors=None) -> Iterator[str]:
                 except UnicodeDecodeError as e:     # decoded line by line, so that the number is right
                     message = f"{path}:{n}: not UTF-8 ({e.reason}, byte {e.start}); convert the file"
                     if errors is None:
-                        raise DataError(message) from e
+                        raise UserError(message) from e
                     errors.append(message)
                     line = ""
                 yield line
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise DataError(f"{path}:{n + 1}: not a whole gzip file ({e}); compress or copy it again") from e
+        raise UserError(f"{path}:{n + 1}: not a whole gzip file ({e}); compress or copy it again") from e
     except OSError as e:
-        raise DataError(f"{path}: cannot be read ({e.strerror}); check the name") from e
+        raise UserError(f"{path}: cannot be read ({e.strerror}); check the name") from e
 
 
 def _string(record, key, where=""):
@@ -183,14 +183,14 @@ def _records(path, parse, errors=None):
             bad_json = isinstance(e, (json.JSONDecodeError, RecursionError))
             message = f"{path}:{n}: {'not JSON, ' if bad_json else ''}{e}"
             if errors is None:
-                raise DataError(message + "; correct this line or take it out") from e
+                raise UserError(message + "; correct this line or take it out") from e
             errors.append(message)
             continue
         yield item
 
 
 def read_corpus(path, errors=None) -> Iterator[Text]:
-    """The texts of a corpus file, as a stream. Raises DataError "FILE:LINE: what is wrong" for a bad line;
+    """The texts of a corpus file, as a stream. Raises UserError "FILE:LINE: what is wrong" for a bad line;
     with a list `errors`, that message is appended to it and reading goes on."""
     return _records(path, _text, errors)
 
@@ -207,7 +207,7 @@ class Example(NamedTuple):
 
 
 def read_examples(path, task) -> list:
-    """Examples of task "claims" or "qa". Raises DataError for a bad line or a file without any.
+    """Examples of task "claims" or "qa". Raises UserError for a bad line or a file without any.
 
     claims: {"text": …, "mentions": […], "label": one of CLAIM_LABELS, or null}
     qa:     {"question": …, "mentions": […], "answers": [entity, …]}; mentions may be absent in both"""
@@ -230,7 +230,7 @@ def read_examples(path, task) -> list:
 
     examples = list(_records(path, parse))
     if not examples:
-        raise DataError(f"{path}: holds no example; give a file with one JSON object a line")
+        raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
     return examples
 
 
@@ -271,18 +271,18 @@ def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or a tokenizer.json of ours."""
     if str(path).endswith(".json"):
         if not os.path.isfile(path):
-            raise DataError(f"{path}: no such file; give a vocab.txt or a tokenizer.json")
+            raise UserError(f"{path}: no such file; give a vocab.txt or a tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as e:      # tokenizers raises nothing more precise
-            raise DataError(f"{path}: not a tokenizer ({e})") from e
+            raise UserError(f"{path}: not a tokenizer ({e})") from e
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
         unused = [i for i, t in enumerate(vocab) if t.startswith("[unused")]
         for marker in (E_START, E_END):
             if marker not in vocab:
                 if not unused:
-                    raise DataError(f"{path}: has no [unusedN] entry left for {marker}; add one")
+                    raise UserError(f"{path}: has no [unusedN] entry left for {marker}; add one")
                 vocab[unused.pop(0)] = marker
         tokenizer = _wordpiece(vocab)
     special_ids(tokenizer, path)
@@ -290,11 +290,11 @@ def load_tokenizer(path) -> Tokenizer:
 
 
 def special_ids(tokenizer, path="the tokenizer") -> dict:
-    """{"[PAD]": id, …} for the seven special tokens. Raises DataError when one is missing."""
+    """{"[PAD]": id, …} for the seven special tokens. Raises UserError when one is missing."""
     ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
     missing = [t for t, i in ids.items() if i is None]
     if missing:
-        raise DataError(f"{path}: lacks {', '.join(missing)}; give a BERT vocab.txt or our tokenizer.json")
+        raise UserError(f"{path}: lacks {', '.join(missing)}; give a BERT vocab.txt or our tokenizer.json")
     return ids
 
 
@@ -385,7 +385,7 @@ class Corpus:
                   held_out=np.bool_, text=np.uint8, text_start=np.int64, entity_count=np.int64)
 
     def __init__(self, folder):
-        """Opens a tokenised corpus, each file's checksum compared. Raises DataError."""
+        """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
         self.folder = folder
         try:
             self.meta = read_json(os.path.join(folder, "meta.json"))
@@ -401,7 +401,7 @@ class Corpus:
             for name, dtype in self.ARRAYS.items():     # asarray: still mapped, without memmap's slow index
                 setattr(self, name, np.asarray(np.memmap(self.path(name), dtype, "r")))
         except (OSError, ValueError, KeyError) as e:
-            raise DataError(f"{folder}: not a whole tokenised corpus ({e}); remove it and build again") from e
+            raise UserError(f"{folder}: not a whole tokenised corpus ({e}); remove it and build again") from e
         self.mention_char = self.mention_char.reshape(-1, 2)
         self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
         self.maskable = np.ones(self.vocab_size, bool)      # [UNK] is a word we cannot spell, hence maskable
@@ -424,7 +424,7 @@ class Corpus:
     def build(path, folder, tokenizer, passage_length, max_length) -> "Corpus":
         """Tokenises a corpus file into `folder`, as a stream: only titles and entity names are held.
 
-        Raises DataError for a bad line, an empty corpus, one without a linked mention, a wrong folder."""
+        Raises UserError for a bad line, an empty corpus, one without a linked mention, a wrong folder."""
         return Corpus._write(folder, path, tokenizer, passage_length, max_length)
 
     def extend(self, path, tokenizer) -> "Corpus":
@@ -436,7 +436,7 @@ class Corpus:
     @staticmethod
     def _write(folder, path, *args):
         if os.path.exists(folder) and not os.path.exists(os.path.join(folder, "meta.json")):
-            raise DataError(f"{folder}: exists and is not a tokenised corpus; choose another folder")
+            raise UserError(f"{folder}: exists and is not a tokenised corpus; choose another folder")
         temporary = f"{os.path.normpath(folder)}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -445,7 +445,7 @@ class Corpus:
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(temporary, folder)
         except OSError as e:
-            raise DataError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
+            raise UserError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return Corpus(folder)
@@ -533,7 +533,7 @@ def _write_corpus(path, folder, tokenizer, passage_length, max_length, base=None
         append(entity_count=[entity_count[e] for e in range(len(entities))])
     if counts["linked"] == before["linked"]:
         what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
-        raise DataError(f"{path}: holds {what}; a mention memory is made of linked mentions")
+        raise UserError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts.update(articles=len(titles), entities=len(entities) - 1)
     for name, text in dict(titles=json.dumps(list(titles)), entity_names=json.dumps(list(entities)),
                            tokenizer=tokenizer.to_str(pretty=True)).items():
@@ -795,8 +795,8 @@ def _pipeline():
         if names:
             return spacy.load(names[0], exclude=["ner", "lemmatizer"])
     except Exception as e:              # not installed, or not fitting together, which raises anything
-        raise DataError(f"noun chunks need spaCy, which does not run here: {e}") from e
-    raise DataError("noun chunks need an English pipeline of spaCy, such as en_core_web_sm, and none is installed")
+        raise UserError(f"noun chunks need spaCy, which does not run here: {e}") from e
+    raise UserError("noun chunks need an English pipeline of spaCy, such as en_core_web_sm, and none is installed")
 
 
 def noun_chunks(text) -> list:
@@ -810,7 +810,7 @@ def mention_finder(names):
     try:
         _pipeline()
         return "spaCy's noun chunks", noun_chunks
-    except DataError as e:
+    except UserError as e:
         index = name_index(names)
         return f"entity names ({e})", lambda text: find_mentions(text, index)
 
@@ -1103,7 +1103,7 @@ def toy_world(seed=0, descriptions=0.5):
 
 def write_lines(path, records):
     """JSON lines, written to a temporary name and renamed."""
-    write_atomically(path, lambda file: file.writelines(
+    write_file(path, lambda file: file.writelines(
         (json.dumps(r, ensure_ascii=False) + "\n").encode() for r in records))
 
 
@@ -1115,7 +1115,7 @@ def write_toy(folder, lines, examples):
             write_lines(os.path.join(folder, name + ".jsonl"), records)
         write_lines(os.path.join(folder, "corpus.jsonl"), lines)
     except OSError as e:
-        raise DataError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
+        raise UserError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
 
 
 # ---------------------------------------------------------------- Wikipedia dumps
@@ -1177,7 +1177,7 @@ def canonical(title):
 
 
 def read_dump(path, namespaces, description="") -> Iterator[Page]:
-    """The pages of a MediaWiki XML dump, bz2 or plain, of any export version, as a stream. Raises DataError.
+    """The pages of a MediaWiki XML dump, bz2 or plain, of any export version, as a stream. Raises UserError.
 
     namespaces: {"file": 6, …}, lower case; those in the dump's head are added."""
     page, pages, parts, depth, unfinished = {}, [], None, 0, 0
@@ -1186,7 +1186,7 @@ def read_dump(path, namespaces, description="") -> Iterator[Page]:
         nonlocal parts, depth
         depth += 1
         if depth > 20 or (depth == 1) != (tag == "mediawiki"):
-            raise DataError(f"{path}: <{tag}> where a MediaWiki dump has none; give a pages-articles dump")
+            raise UserError(f"{path}: <{tag}> where a MediaWiki dump has none; give a pages-articles dump")
         if tag == "page":
             page.clear()
         elif tag == "redirect":
@@ -1216,7 +1216,7 @@ def read_dump(path, namespaces, description="") -> Iterator[Page]:
             pages.append(Page(title, int(page.get("ns", namespaces.get(prefix, 0))), redirect, text))
 
     def doctype(*_):                                        # before an entity is defined, let alone expanded
-        raise DataError(f"{path}: holds a <!DOCTYPE>, which no MediaWiki dump does; it is not read")
+        raise UserError(f"{path}: holds a <!DOCTYPE>, which no MediaWiki dump does; it is not read")
 
     parser = expat.ParserCreate()
     parser.buffer_text = True
@@ -1230,20 +1230,20 @@ def read_dump(path, namespaces, description="") -> Iterator[Page]:
                 unfinished += len(chunk)
                 parser.Parse(chunk)
                 if unfinished > MAX_PAGE:
-                    raise DataError(f"{path}: a page of over {MAX_PAGE:,} bytes; give a pages-articles dump")
+                    raise UserError(f"{path}: a page of over {MAX_PAGE:,} bytes; give a pages-articles dump")
                 yield from pages
                 pages.clear()
                 bar.update(raw.tell() - bar.n)
             parser.Parse(b"", True)
     except expat.ExpatError as e:
-        raise DataError(f"{path}:{e.lineno}: {expat.ErrorString(e.code)}; not a whole MediaWiki dump, "
+        raise UserError(f"{path}:{e.lineno}: {expat.ErrorString(e.code)}; not a whole MediaWiki dump, "
                         "download it again") from e
     except ValueError as e:
-        raise DataError(f"{path}: a namespace that is no number ({e}); download the dump again") from e
+        raise UserError(f"{path}: a namespace that is no number ({e}); download the dump again") from e
     except EOFError as e:
-        raise DataError(f"{path}: the bz2 file is cut short; download it again") from e
+        raise UserError(f"{path}: the bz2 file is cut short; download it again") from e
     except OSError as e:
-        raise DataError(f"{path}: cannot be read ({e.strerror or e}); check the file") from e
+        raise UserError(f"{path}: cannot be read ({e.strerror or e}); check the file") from e
 
 
 def remove_spans(text, counts) -> str:
@@ -1577,7 +1577,7 @@ def _in_order(batches, workers, arguments):
 
 
 def write_wiki(path, out, extend=True, workers=1) -> Counter:
-    """Writes the corpus of a dump, gzipped if `out` ends in .gz, and returns the counts. Raises DataError.
+    """Writes the corpus of a dump, gzipped if `out` ends in .gz, and returns the counts. Raises UserError.
 
     A redirect may stand after the links that go through it, so pages wait in a temporary file beside `out` until
     the whole dump is read: about half its text's size, and less than half the time of unpacking the bz2 again.
@@ -1598,7 +1598,7 @@ def write_wiki(path, out, extend=True, workers=1) -> Counter:
                 open(f"{out}.tmp", "wb") as file:
             sizes = [waiting.write(packed) for packed in _packed(pages())]
             if not sizes:
-                raise DataError(f"{path}: holds no page; give a pages-articles dump")
+                raise UserError(f"{path}: holds no page; give a pages-articles dump")
             for title, target in redirects.items():
                 seen = {title}
                 while target in redirects and target not in seen:
@@ -1613,9 +1613,9 @@ def write_wiki(path, out, extend=True, workers=1) -> Counter:
                 counts.update(some)
         os.replace(f"{out}.tmp", out)
     except BrokenProcessPool as e:
-        raise DataError(f"{path}: a worker has died, perhaps for want of memory; take fewer --workers") from e
+        raise UserError(f"{path}: a worker has died, perhaps for want of memory; take fewer --workers") from e
     except OSError as e:
-        raise DataError(f"{out}: cannot be written ({e.strerror or e}); choose another name") from e
+        raise UserError(f"{out}: cannot be written ({e.strerror or e}); choose another name") from e
     finally:
         if os.path.exists(f"{out}.tmp"):
             os.remove(f"{out}.tmp")
@@ -1659,7 +1659,7 @@ def task_records(path):
                 files = [(f"{path}/{m.name}", archive.extractfile(m).read().decode("utf-8"))
                          for m in archive if m.isfile() and m.name.endswith((".json", ".jsonl"))]
         except (OSError, EOFError, ValueError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
-            raise DataError(f"{path}: not a whole archive of UTF-8 files ({e}); download it again") from e
+            raise UserError(f"{path}: not a whole archive of UTF-8 files ({e}); download it again") from e
     else:
         files = [(path, "".join(open_text(path)))]
     for name, text in files:
@@ -1667,13 +1667,13 @@ def task_records(path):
             records = json.loads(text)
         except (ValueError, RecursionError) as e:           # JSON lines, then
             if text.lstrip()[:1] == "[":
-                raise DataError(f"{name}:{getattr(e, 'lineno', 1)}: not JSON, {e}; download it again") from e
+                raise UserError(f"{name}:{getattr(e, 'lineno', 1)}: not JSON, {e}; download it again") from e
             for n, line in enumerate(text.split("\n"), 1):
                 try:
                     if line.strip():
                         yield f"{name}:{n}", json.loads(line)
                 except (ValueError, RecursionError) as e:
-                    raise DataError(f"{name}:{n}: not JSON, {e}; correct this line or take it out") from e
+                    raise UserError(f"{name}:{n}: not JSON, {e}; correct this line or take it out") from e
             continue
         records = records.get("Data", [records]) if isinstance(records, dict) else records
         for n, record in enumerate(records if isinstance(records, list) else [records], 1):
@@ -1732,20 +1732,20 @@ def answer_entities(wanted, corpus=None, entities=None) -> dict:
 
 
 def task(name, paths, out, corpus=None, entities=None):
-    """`data.py task`: published files as examples. Raises DataError.
+    """`data.py task`: published files as examples. Raises UserError.
 
     A question keeps its answers as "answer_text"; "answers" are the entities among them. With none it counts
     as wrong (§4.4)."""
     if name in QUESTIONS and not (corpus or entities):
-        raise DataError(f"{name}: answers are mapped to entities; give them with --corpus or --entities")
+        raise UserError(f"{name}: answers are mapped to entities; give them with --corpus or --entities")
     examples = []
     for where, record in chain.from_iterable(map(task_records, paths)):
         try:
             examples.append(task_example(name, record))
         except ValueError as e:
-            raise DataError(f"{where}: {e}; is this a file of {name}, as published?") from e
+            raise UserError(f"{where}: {e}; is this a file of {name}, as published?") from e
     if not examples:
-        raise DataError(f"{paths[0]}: holds no record; give the file as published")
+        raise UserError(f"{paths[0]}: holds no record; give the file as published")
     if name in CLAIMS:
         labels = Counter(e["label"] or "without a label" for e in examples)
         print(f"{len(examples):,} claims:", ", ".join(f"{n:,} {label}" for label, n in labels.most_common()))
@@ -1761,7 +1761,7 @@ def task(name, paths, out, corpus=None, entities=None):
     try:
         write_lines(out, examples)
     except OSError as e:
-        raise DataError(f"{out}: cannot be written ({e.strerror}); choose another name") from e
+        raise UserError(f"{out}: cannot be written ({e.strerror}); choose another name") from e
 
 
 # ---------------------------------------------------------------- command line
@@ -1820,7 +1820,7 @@ def main():
             task(args.name, args.files, args.out, args.corpus, args.entities)
         else:
             return check(args.file, args.vocab)
-    except DataError as e:
+    except UserError as e:
         print(e, file=sys.stderr)
         return 1
     return 0

@@ -90,8 +90,9 @@ class SelfAttention(nn.Module):
     def forward(self, x, at, attention_mask):
         qkv = spread(self.qkv(x), at, attention_mask).unflatten(-1, (3, self.n_heads, -1))   # (B, T, 3, nh, hd)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                                                 # each (B, nh, T, hd)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask[:, None, None, :],
-                                           dropout_p=self.dropout if self.training else 0.0)
+        scores = q * q.shape[-1] ** -0.5 @ k.mT                                              # (B, nh, T, T)
+        scores = scores.masked_fill(~attention_mask[:, None, None, :], -torch.inf)
+        y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v                   # (B, nh, T, hd)
         return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])                      # (B T, hidden)[at]
 
 

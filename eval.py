@@ -32,9 +32,10 @@ from tqdm import tqdm
 import data
 import train
 from encoder import CheckpointError
-from memory import MemoryFolderError, MentionMemory, attention_weights
-from tome import predict_entity
-from train import RunError, answer_question, claim_logits, evaluate_memory, task_accuracy
+from data import UserError
+from memory import MentionMemory, attention_weights
+from tome import answer_question, claim_logits, predict_entity
+from train import evaluate_memory, task_accuracy
 
 
 def open_run(out, task=None, device=None, search="exact", n_search=None):
@@ -83,7 +84,7 @@ def task_figures(run, tome, memory, task, examples=None):
 def toy_examples(run, task, hops="one_hop", split="test"):
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not path.exists():
-        raise RunError(f"{path}: no such file; this run is not of the toy world, give --examples FILE")
+        raise UserError(f"{path}: no such file; this run is not of the toy world, give --examples FILE")
     return path
 
 
@@ -256,7 +257,7 @@ def example_of(run, text):
     how, find = data.mention_finder(run.corpus.entity_names)
     mentions = marked + [m for m in find(plain) if all(m.end <= b.start or b.end <= m.start for b in marked)]
     if not mentions:
-        raise RunError(f"no mention in {text!r}, so nothing can be looked up; name an entity of the corpus, or put what is "
+        raise UserError(f"no mention in {text!r}, so nothing can be looked up; name an entity of the corpus, or put what is "
                        f"mentioned in [brackets]. Mentions are found by {how}")
     return data.Example(plain, sorted(mentions), None, [], {})
 
@@ -340,7 +341,7 @@ def python(script, *args):
     tqdm.write(f"{time.strftime('%H:%M:%S')} {script} {' '.join(command[2:])}", sys.stderr)
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
-        raise RunError(f"{' '.join(command[1:])}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
+        raise UserError(f"{' '.join(command[1:])}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
     return json.loads(done.stdout) if script == "eval.py" else None
 
 
@@ -580,7 +581,7 @@ def plot(path, heading, rows):
 def make_tables(folder, names, n_seeds, with_plot=False):
     """Trains what the tables need, prints them and leaves each in folder/NAME.json; with_plot: sizes in sizes.png too."""
     if with_plot and not find_spec("matplotlib"):        # before hours of training
-        raise RunError("--plot draws with matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
+        raise UserError("--plot draws with matplotlib, which is not installed: pip install matplotlib, or leave --plot out")
     folder.mkdir(parents=True, exist_ok=True)
     for n in range(1, n_seeds + 1):         # a seed takes an hour or two: what is known by then is shown
         results = all_runs(folder, names, n)
@@ -744,7 +745,7 @@ def main(argv=None):
         if isinstance(memory, MentionMemory):
             memory = memory.sample(args.memory_fraction)
         elif args.show is not None or args.memory_fraction < 1:
-            raise RunError(f"{args.out} is of a baseline: it has no mention memory to show or to take a part of")
+            raise UserError(f"{args.out} is of a baseline: it has no mention memory to show or to take a part of")
         if args.show is not None:
             n = int(args.show) if args.show.isdecimal() else None
             if n is None:
@@ -770,7 +771,7 @@ def main(argv=None):
             else:
                 print_masked(figures)
         return 0
-    except (RunError, data.DataError, MemoryFolderError, CheckpointError, OSError) as error:
+    except (UserError, CheckpointError, OSError) as error:
         print(f"eval.py: {error}", file=sys.stderr)
         return 1
 

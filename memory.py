@@ -21,16 +21,12 @@ from tqdm import tqdm
 
 import ann
 import data
-from data import checksum, read_json, write_atomically, write_json
+from data import UserError, checksum, read_json, write_file, write_json
 from encoder import SpanEncodingLayer
 
 FORMAT = 2
 PASSAGES_PER_SHARD = 8192
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
-
-
-class MemoryFolderError(Exception):
-    """A memory folder that cannot be used: one sentence that says why and what to do."""
 
 
 class Retrieved(NamedTuple):
@@ -157,12 +153,12 @@ class MentionMemory:
         if size == 1:
             return sums
         everybody = ann.gather(sums).view(size, -1, 2).logsumexp(0)                          # (M of all, 2)
-        return everybody.split(ann.lengths(M, query.device))[rank]
+        return everybody.split(ann.gather_counts(M, query.device))[rank]
 
     def passages_of(self, n_entities):
         """(E,): in how many passages of the memory, over all processes, each entity stands."""
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
-        return ann.total(torch.bincount(pairs[0], minlength=n_entities), self.entity.device)
+        return ann.sum_over_processes(torch.bincount(pairs[0], minlength=n_entities), self.entity.device)
 
     # -- the same table, changed: another search, and the controls of the experiments
 
@@ -293,7 +289,7 @@ def build_memory(encoder, corpus, folder, device, dtype=np.float32):
         sums = {}
         for name, array in rows.items():
             path = folder / f"{name}-{shard:05d}.npy"
-            write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
+            write_file(path, lambda file: np.save(file, array, allow_pickle=False))
             sums[name] = checksum(path)
         write_json(record_of[shard], {**belongs, "n": len(rows["keys"]), "crc32": sums})
     progress.close()
@@ -312,9 +308,9 @@ def read_record(path):
     try:
         return read_json(path)
     except FileNotFoundError:
-        raise MemoryFolderError(f"{path} is missing; build the memory first: python train.py --stage memory") from None
+        raise UserError(f"{path} is missing; build the memory first: python train.py --stage memory") from None
     except ValueError as error:
-        raise MemoryFolderError(f"{path} is damaged ({error}); delete it and run --stage memory again") from None
+        raise UserError(f"{path} is damaged ({error}); delete it and run --stage memory again") from None
 
 
 def read_manifest(folder, fingerprint=None, corpus=None):
@@ -323,13 +319,13 @@ def read_manifest(folder, fingerprint=None, corpus=None):
     path = Path(folder) / "manifest.json"
     manifest = read_record(path)
     if manifest.get("format") != FORMAT:
-        raise MemoryFolderError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; remove the "
+        raise UserError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; remove the "
                                 "folder and run --stage memory again")
     if fingerprint is not None and manifest["encoder"] != fingerprint:
-        raise MemoryFolderError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this "
+        raise UserError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this "
                            f"model starts from {fingerprint[:12]}): remove that folder and run --stage memory again")
     if corpus is not None and manifest["corpus"] != corpus:
-        raise MemoryFolderError(f"{folder} was made from another corpus: remove it and run --stage memory again")
+        raise UserError(f"{folder} was made from another corpus: remove it and run --stage memory again")
     return manifest
 
 
@@ -346,13 +342,13 @@ def load_memory(folder, fingerprint=None, device="cpu", keep=None, corpus=None):
         for name in ARRAYS:
             path = folder / f"{name}-{i:05d}.npy"
             if not path.exists():
-                raise MemoryFolderError(f"{path} is missing; {again}")
+                raise UserError(f"{path} is missing; {again}")
             if checksum(path) != manifest["shards"][i]["crc32"][name]:
-                raise MemoryFolderError(f"{path} is damaged (its checksum differs); {again}")
+                raise UserError(f"{path} is damaged (its checksum differs); {again}")
             try:
                 shard[name] = np.load(path, mmap_mode="r", allow_pickle=False)      # never unpickle a stranger's objects
             except ValueError as error:
-                raise MemoryFolderError(f"{path} is no array of numbers ({error}); {again}") from None
+                raise UserError(f"{path} is no array of numbers ({error}); {again}") from None
         rows = slice(None) if keep is None else keep[shard["passage"]]
         for name in ARRAYS:
             parts[name].append(np.asarray(shard[name][rows]))

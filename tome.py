@@ -130,76 +130,14 @@ class BatchTOME(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # Initial weights
 
-# A mention can learn from the memory only once it retrieves something of use, and to learn what is of use it has to
-# retrieve (app. B.6). So retrieval works by surface form at the first step: a mention looks for mentions encoded like
-# itself. Only these initial values differ from BERT's; nothing is held fixed afterwards.
-
-KEY_STD = 0.05     # BERT's 0.02 would spread the attention over everything; with 0.1 a masked mention never moves it
-
-
 @torch.no_grad()
-def init_retrieval(model, special):
-    """Initial weights of BATCH-TOME where there is no BERT below: a marker's encoding does not hold the words beside it.
-
-    We give it what BERT's lower layers learn first. The hidden space is split, tokens | fast waves | slow waves of the
-    position, and in every layer four heads look one and two tokens to either side and copy what stands there, a fifth
-    looks around. Query, answer and coreference layers start like the key layer, and a retrieved name is written where all of
-    these heads find its words."""
-    tome, config = model.tome, model.config
-    memory_layers = [block.memory_attention for block in tome.blocks if block.memory_attention is not None]
-    n, d_head, waves = config.hidden - 32, config.hidden // config.n_heads, 8
-    if config.n_heads < 6 or d_head < 16:
-        raise ValueError(f"{config.n_heads} heads of {d_head}: the initial weights need 6 heads of at least 16")
-    basis = torch.linalg.qr(torch.randn(n, n))[0]
-    # the directions along which heads copy a word one token away, two away, and anywhere around: (n, d_head) each
-    near, far, around = basis[:, :3 * d_head].split(d_head, dim=1)
-    words = torch.randn(config.vocab_size, n)                                            # along the basis
-    words[:, d_head:3 * d_head] = words[:, :d_head].repeat(1, 2)                         # one code in all three
-    embeddings = tome.embeddings
-    embeddings.word.weight.zero_()
-    embeddings.word.weight[:, :n] = F.normalize(words, dim=1) @ basis.T
-    embeddings.word.weight[list(special.values())] *= 0.2       # what stands beside a marker must drown it
-    embeddings.segment.weight.zero_()
-    fast, slow = (scale * 0.7 ** torch.arange(waves) for scale in (torch.pi, 0.2))       # radians a token
-    position = torch.arange(config.max_positions)[:, None]
-    embeddings.position.weight.zero_()
-    for first, frequency, norm in ((n, fast, 1.0), (n + 16, slow, 0.5)):
-        angle = position * frequency                                                     # (positions, waves)
-        wave = torch.stack([angle.cos(), angle.sin()], dim=2).flatten(1)                 # cos, sin, cos, sin, …
-        embeddings.position.weight[:, first:first + 16] = norm * wave / waves ** 0.5
-    layers = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
-    for depth, layer in enumerate(layers):
-        q, k, v = layer.attention.qkv.weight.view(3, config.n_heads, d_head, config.hidden)
-        # Heads +1 and -1 copy along the same directions, and so do +2 and -2: a name's first word, taken from
-        # [E_start] + 1 into the marker, is found again by a masked word one to the right of its marker.
-        for head, (offset, copy) in enumerate(((1, near), (-1, near), (2, far), (-2, far), (0, around))):
-            first, frequency = (n, fast) if offset else (n + 16, slow)
-            # the score at the right offset: 4 in the first layer, more above, where positions are blurred
-            sharpness = (4.0 * (depth + 1) if offset else 4.0) * d_head ** 0.5 / 42     # 42: squared norm of a wave
-            for weight in (q[head], k[head], v[head]):
-                weight.zero_()
-            cos, sin = (offset * frequency).cos(), (offset * frequency).sin()
-            turn = torch.block_diag(*(torch.tensor([[c, -s], [s, c]]) for c, s in zip(cos, sin)))
-            q[head, :16, first:first + 16] = turn * sharpness ** 0.5
-            k[head, :16, first:first + 16] = torch.eye(16) * sharpness ** 0.5
-            v[head, :, :n] = copy.T * (2.0 if depth == 0 else 0.7)
-            out = layer.attention.out.weight[:, head * d_head:(head + 1) * d_head]
-            out.zero_()
-            out[:n] = copy
-    half = min(config.value_dim // 2, n)
-    value, key = model.encoder.value.linear.weight, model.encoder.key.linear.weight
-    value[:half, :n] += basis[:, :half].T                       # a value starts as a copy of its two markers …
-    value[half:2 * half, config.hidden:config.hidden + n] += basis[:, :half].T
-    for memory_attention in memory_layers:                      # … which W_U writes back where it was read
-        memory_attention.up.weight[:n, :half] += basis[:, :half]
-        # … and also along `around`, the name's words from near and far together: else the query of a second hop, asked by
-        # another mention, is made of one word of the name that the first has brought
-        both = min(2 * d_head, half)
-        memory_attention.up.weight[:n, :both] += around.repeat(1, 2)[:, :both]
-    tome.mlm.dense.weight += torch.eye(config.hidden)
-    key.zero_()
-    key[:, :n], key[:, config.hidden:config.hidden + n] = torch.randn(2, config.key_dim, n) * KEY_STD
-    start_like_keys(model, [model.coref, tome.answer, *(layer.query for layer in memory_layers)])
+def start_positions(model):
+    """Positions begin as sinusoids of the size of the other embeddings (Vaswani et al. 2017), and are learnt from there:
+    from random ones the toy model needs two and a half times as many steps."""
+    position = model.tome.embeddings.position.weight                                     # (positions, hidden)
+    n, hidden = position.shape
+    angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
+    position.copy_(torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1) * model.config.init_std * 2 ** 0.5)
 
 
 def start_like_keys(model, layers):
@@ -285,7 +223,7 @@ def fit_retrieval(model, batches, self_score=20.0):
 
 def share_of_mean(losses):
     """losses (n,) of this process -> its share of the mean over all processes; 0 where there is no item at all."""
-    return losses.sum() / ann.total(losses.numel(), losses.device).clamp(min=1)
+    return losses.sum() / ann.sum_over_processes(losses.numel(), losses.device).clamp(min=1)
 
 
 def mlm_loss(logits, target):
@@ -347,3 +285,39 @@ def predict_entity(scores, memory_entity):
     where = (group == best[:, None]).long().argmax(-1)                      # a memory of the best group
     best_entity = entity.gather(1, where[:, None]).squeeze(1)
     return Answer(torch.where(probability > 0, best_entity, 0), probability)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The heads of claims and questions (§4.3, §4.4)
+
+
+def claim_logits(tome, H, batch):
+    """(B, 3), data.CLAIM_LABELS: from the mean of the mentions' [E_start] encodings, where what was retrieved stands.
+
+    The paper does not name its head. Read off [CLS], toy claims stayed at chance for 300 steps; so, they are learnt."""
+    B = len(batch.tokens)
+    n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
+    mean = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start]) / n_mentions[:, None]
+    return tome.claim(mean)
+
+
+def answer_query(tome, H, batch, at):
+    """z (n, d_K) of the mentions `at` (n,)."""
+    return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
+
+
+def answer_question(tome, H, batch, memory):
+    """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
+    at = batch.answer_mention
+    return memory.retrieve(answer_query(tome, H, batch, at), batch.passage[at], tome.config.k_answer,
+                           tome.config.k_answer_shard)
+
+
+def answer_loss(tome, memory, query, batch, whole_softmax=False):
+    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) of each."""
+    asked = batch.answer > 0
+    passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
+    if whole_softmax and tome.config.memory == "mentions":
+        return whole_memory_loss(memory.log_sums(query, passage, answer))
+    found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
+    return entity_prediction_loss(found.scores, found.entity, answer)

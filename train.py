@@ -37,10 +37,10 @@ from tqdm import tqdm
 
 import ann
 import data
-from data import checksum, read_json, write_atomically, write_json
+from data import UserError, checksum, read_json, write_file, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
-from memory import MemoryFolderError, MentionMemory, build_memory, encode_passages, load_memory, read_manifest
-from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, init_retrieval, mlm_loss,
+from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
+from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits, coreference_loss, entity_prediction_loss, fit_retrieval, start_positions, mlm_loss,
                   predict_entity, share_of_mean, share_out, whole_memory_loss)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
@@ -104,21 +104,14 @@ PRESETS = {
                  log_every=100, save_every=100, eval_mentions=300,
                  schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
                            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
-    # Without a pretrained BERT, retrieval has to work by surface form from the first step, or nothing is learnt: the
-    # weights start as in init_retrieval, and in the first half of batch-tome the span layers that retrieve learn at a
-    # tenth of the rate, so that the coreference gradient moves the body instead of tearing query and key apart.
     "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=4, n_block_batch=1, max_positions=128,
                 key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
                 passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
-                memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=0.5, frequency_bias=False, whole_softmax=True,
+                memory_dtype="float32", beta2=0.98, init_std=0.05, memory_from=0.3, span_rate=0.1, tied=0.5, frequency_bias=False, whole_softmax=True,
                 claim_mask=True, log_every=200, save_every=200, eval_mentions=200,
-                schedule={"batch-tome": Schedule(1400, 3e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
+                schedule={"batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
                           "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
-
-
-class RunError(Exception):
-    """One sentence for the user: what is wrong, where, what to do."""
 
 
 def preset(name, n_blocks=1, changes=None):
@@ -133,7 +126,7 @@ def preset(name, n_blocks=1, changes=None):
                         (min(settings.log_every, settings.save_every, config.n_initial, config.n_block) < 1,
                          "log_every, save_every, n_initial and n_block are at least 1")):
         if wrong:
-            raise RunError(f"--set: {what}")
+            raise UserError(f"--set: {what}")
     return settings, replace(config, n_blocks=n_blocks)
 
 
@@ -158,11 +151,11 @@ class Run:
         if ann.rank_and_size()[0] == 0:
             path = self.out / "log.jsonl"
             before = path.read_bytes() if path.exists() else b""
-            write_atomically(path, lambda file: file.write(before + json.dumps(record).encode() + b"\n"))
+            write_file(path, lambda file: file.write(before + json.dumps(record).encode() + b"\n"))
 
     def first_with_memory(self, schedule):
         """The step of batch-tome from which on the memory is attended."""
-        return int(schedule.steps * self.settings.memory_from) if self.init else 0
+        return int(schedule.steps * self.settings.memory_from)
 
     @property
     def batch_tome_config(self):
@@ -182,7 +175,7 @@ def say(text, file=None):
 
 def choose_device(name=None):
     if name == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
+        raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
     if (name or "cuda") == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
@@ -194,19 +187,19 @@ def read_run_file(out):
     try:
         run = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{path} is missing: nothing has been trained there; run python train.py --out {out} first") \
+        raise UserError(f"{path} is missing: nothing has been trained there; run python train.py --out {out} first") \
             from None
     except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}); choose another --out") from None
+        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
     if run.get("format") != FORMAT:
-        raise RunError(f"{path}: format {run.get('format')}, this version reads {FORMAT}; choose another --out")
+        raise UserError(f"{path}: format {run.get('format')}, this version reads {FORMAT}; choose another --out")
     return run
 
 
 def make_run(args):
     """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
     if args.n_search and args.search != "bucketed":
-        raise RunError("--n-search goes with --search bucketed")
+        raise UserError("--n-search goes with --search bucketed")
     out = Path(args.out)
     old = read_run_file(out) if (out / "run.json").exists() else None
     wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
@@ -214,11 +207,11 @@ def make_run(args):
     if old is not None:
         for name, value in wanted.items():
             if value is not None and value != old[name]:
-                raise RunError(f"{out} was started with --{name} {old[name]}, not {value}; choose another --out")
+                raise UserError(f"{out} was started with --{name} {old[name]}, not {value}; choose another --out")
     else:
         for name in ("batch-tome.pt", "memory", "tome.pt", "claims.pt", "qa.pt"):
             if (out / name).exists():
-                raise RunError(f"{out} holds {name} but no run.json, which says what it was started with; put it back "
+                raise UserError(f"{out} holds {name} but no run.json, which says what it was started with; put it back "
                                "or choose another --out")
         defaults = {"preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None, "init": None}
         old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
@@ -229,7 +222,7 @@ def make_run(args):
             old["bert"] = asdict(bert_config(old["init"], config))
             for name, value in old["set"].items():
                 if old["bert"].get(name, value) != value:
-                    raise RunError(f"--set {name}: it is {old['bert'][name]} in the BERT of --init {old['init']}; leave it out")
+                    raise UserError(f"--set {name}: it is {old['bert'][name]} in the BERT of --init {old['init']}; leave it out")
         config = Config(**old["bert"])
     if ann.rank_and_size()[0] == 0:
         prepare_corpus(out, old, settings)
@@ -253,12 +246,12 @@ def alone_in(out):
         os.makedirs(out, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise RunError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
+        raise UserError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(f"--out {out}: another train.py is at work there; wait for its end, or choose another folder") \
+            raise UserError(f"--out {out}: another train.py is at work there; wait for its end, or choose another folder") \
                 from None
         except OSError:         # a file system without locks
             pass
@@ -280,11 +273,11 @@ def prepare_corpus(out, run, settings):
             data.write_toy(out / "world", *data.toy_world(run["seed"]))
     started, tokenised = (out / "run.json").exists(), (out / "corpus").exists()
     if not os.path.exists(source) and not (started and tokenised):
-        raise RunError(f"{source}: no such file; --corpus wants a file of JSON lines")
+        raise UserError(f"{source}: no such file; --corpus wants a file of JSON lines")
     known = run.setdefault("crc32", {})
     for path in sorted((out / "world").glob("*.jsonl")) if run["corpus"] is None else [Path(source)]:
         if path.exists() and known.setdefault(path.name, crc := checksum(path)) != crc:
-            raise RunError(f"{path} has changed since this run was started; choose another --out")
+            raise UserError(f"{path} has changed since this run was started; choose another --out")
     if not (started and tokenised):         # what lies there without a run.json may be of another corpus
         say(f"Tokenising {source}.")
         if run["init"]:
@@ -305,7 +298,7 @@ def prepare_corpus(out, run, settings):
 
 
 def save_checkpoint(path, **values):
-    write_atomically(path, lambda file: torch.save({"format": FORMAT, **values}, file))
+    write_file(path, lambda file: torch.save({"format": FORMAT, **values}, file))
 
 
 def read_checkpoint(path):
@@ -321,7 +314,7 @@ def read_checkpoint(path):
     except OSError:
         raise
     except Exception as error:
-        raise RunError(f"{path} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:100]}); "
+        raise UserError(f"{path} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:100]}); "
                        "delete it to train this stage again") from None
 
 
@@ -332,7 +325,7 @@ def load_checkpoint(path, stage, run):
     checkpoint = read_checkpoint(path)
     for name, value in {"format": FORMAT, "stage": stage, **run.belongs(stage)}.items():
         if checkpoint.get(name) != value:
-            raise RunError(f"{path} is a checkpoint of another {name} ({checkpoint.get(name)}, here it is {value}); move "
+            raise UserError(f"{path} is a checkpoint of another {name} ({checkpoint.get(name)}, here it is {value}); move "
                            "it away to train this stage again")
     return checkpoint
 
@@ -343,7 +336,7 @@ def load_weights(model, state, path):
         model.load_state_dict(state)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
-        raise RunError(f"{path} does not fit this model ({reason}); choose another --out") from None
+        raise UserError(f"{path} does not fit this model ({reason}); choose another --out") from None
 
 
 def new_batch_tome(run, seed=None):
@@ -372,7 +365,7 @@ def new_batch_tome(run, seed=None):
         counts = np.bincount(tokens[run.corpus.maskable[tokens]], minlength=run.config.vocab_size) + 1
         model.tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     if not init:
-        init_retrieval(model, run.corpus.special)
+        start_positions(model)
     return model
 
 
@@ -381,7 +374,7 @@ def load_batch_tome(run):
     path = run.out / "batch-tome.pt"
     checkpoint = load_checkpoint(path, "batch-tome", run)
     if checkpoint is None:
-        raise RunError(f"{path} is missing; run python train.py --stage batch-tome --out {run.out}")
+        raise UserError(f"{path} is missing; run python train.py --stage batch-tome --out {run.out}")
     model = BatchTOME(TOME(run.batch_tome_config))
     load_weights(model, checkpoint["model"], path)
     return model.to(run.device)
@@ -393,7 +386,7 @@ def load_tome(run, stage="tome"):
     checkpoint = load_checkpoint(path, stage, run)
     if checkpoint is None or checkpoint["step"] < checkpoint["steps"]:
         how = "tome" if stage == "tome" else f"finetune --task {stage}"
-        raise RunError(f"{path} is missing or unfinished; run python train.py --stage {how} --out {run.out}")
+        raise UserError(f"{path} is missing or unfinished; run python train.py --stage {how} --out {run.out}")
     model = TOME(run.config)
     load_weights(model, checkpoint.get("best", checkpoint["model"]), path)
     return model.to(run.device).eval(), checkpoint["encoder"]
@@ -445,7 +438,7 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
             s["mass_visible"] += mass[of_kind & visible].sum().item()
     result = {}
     for kind, s in sums.items():
-        s = {name: float(ann.total(value, device)) for name, value in s.items()}
+        s = {name: float(ann.sum_over_processes(value, device)) for name, value in s.items()}
         result[kind] = {"accuracy": s["right"] / max(s["tokens"], 1), "entity": s["entity"] / max(s["masked"], 1),
                         "mass_masked": s["mass_masked"] / max(s["masked"], 1),
                         "mass_visible": s["mass_visible"] / max(s["visible"], 1), "n": int(s["masked"])}
@@ -513,11 +506,11 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
     if checkpoint is not None:
         for name in ("steps", "batch", "lr"):
             if checkpoint[name] != getattr(schedule, name):
-                raise RunError(f"{path} was trained with --{name} {checkpoint[name]}, not {getattr(schedule, name)}; "
+                raise UserError(f"{path} was trained with --{name} {checkpoint[name]}, not {getattr(schedule, name)}; "
                                f"leave --{name} out, or choose another --out")
         for name, value in extra.items():
             if checkpoint[name] != value:
-                raise RunError(f"{path} was trained with another {name}; move it away to train this stage again")
+                raise UserError(f"{path} was trained with another {name}; move it away to train this stage again")
         step, best, sums = checkpoint["step"], checkpoint.get("best_score"), checkpoint["sums"]
         if step < schedule.steps:
             load_weights(model, checkpoint["model"], path)
@@ -560,15 +553,15 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
         loss.backward()
         ann.sum_gradients(model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        values = {name: float(ann.total(share.detach(), device)) for name, (_, share) in parts.items()}
+        values = {name: float(ann.sum_over_processes(share.detach(), device)) for name, (_, share) in parts.items()}
         if not np.isfinite(sum(values.values())) or not torch.isfinite(norm):
             passages = whole.passage[whole.passage >= 0].unique().tolist()
-            raise RunError(f"{stage}: the loss is not a number at step {step} ({values}; its batch: "
+            raise UserError(f"{stage}: the loss is not a number at step {step} ({values}; its batch: "
                            f"{f'passages {str(passages[:64])[1:-1]}' if passages else 'examples'}); nothing was saved "
                            f"since the last checkpoint, {path}; a lower learning rate is the usual cure")
         optimizer.step()
         step += 1
-        n_tokens += int(ann.total(batch.attention_mask.sum(), device))
+        n_tokens += int(ann.sum_over_processes(batch.attention_mask.sum(), device))
         for name, value in values.items():
             sums[name] = sums.get(name, 0.0) + value
         sums["steps"] = sums.get("steps", 0) + 1
@@ -589,7 +582,7 @@ def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra
                 best = measured["score"]
                 best_weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
             sums, n_tokens, since = {}, 0, time.time()
-        stop = int(ann.total(len(interrupted), device)) > 0
+        stop = int(ann.sum_over_processes(len(interrupted), device)) > 0
         if step % settings.save_every == 0 or step == schedule.steps or stop:
             save()
         if stop:
@@ -608,7 +601,7 @@ def read_log(path):
             record = json.loads(line)
             lines.append((line, record | {"stage": str(record["stage"]), "step": int(record["step"])}))
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path}:{n}: damaged ({error}); take this line out") from None
+            raise UserError(f"{path}:{n}: damaged ({error}); take this line out") from None
     return lines
 
 
@@ -616,7 +609,7 @@ def trim_log(path, stage, step):
     """Forget log lines of this stage after `step`: a stage that goes on writes them again."""
     if path.exists():
         kept = [line for line, record in read_log(path) if record["stage"] != stage or record["step"] <= step]
-        write_atomically(path, lambda file: file.writelines(kept))
+        write_file(path, lambda file: file.writelines(kept))
 
 
 def describe(measured):
@@ -658,7 +651,7 @@ def stage_batch_tome(run, schedule):
     settings, corpus = run.settings, run.corpus
     passages = np.flatnonzero(~corpus.held_out)
     if not len(passages):
-        raise RunError(f"{run.out / 'corpus'}: all of its passages are held out, there is none to train on; add articles, or "
+        raise UserError(f"{run.out / 'corpus'}: all of its passages are held out, there is none to train on; add articles, or "
                        'a field "split": "train"')
 
     def clusters(epoch):
@@ -680,8 +673,8 @@ def stage_batch_tome(run, schedule):
     def next_batch(step):
         nonlocal attends
         attends = step >= first
-        if run.init and step == first:
-            say("Fitting queries and keys to the BERT's layers.")
+        if first and step == first:
+            say("Fitting keys and queries to what the layers hold (tome.fit_retrieval); from here on the memory is attended.")
             sample = np.random.default_rng(run.seed).permutation(passages)[:768]
             fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None).to(run.device)
                                          for part in np.array_split(sample, -(-len(sample) // 32))])
@@ -761,7 +754,7 @@ def start_from(run, tome, start):
         saved = checkpoint.get("best", checkpoint["model"])
         if any(saved[name].shape != fresh.shape if name in saved else name.startswith("initial.")
                for name, fresh in state.items()):
-            raise RunError(f"--start {start}: no TOME of these dimensions; give a tome.pt, claims.pt or qa.pt of such a run "
+            raise UserError(f"--start {start}: no TOME of these dimensions; give a tome.pt, claims.pt or qa.pt of such a run "
                            "(a batch-tome.pt is what stage tome starts from without --start)")
         state |= {name: tensor for name, tensor in saved.items() if name in state}
     tome.load_state_dict(state)
@@ -812,7 +805,7 @@ def read_examples(run, task, path, known=True):
         examples = [e for e in examples if task == "qa" or e.label is not None]
         if not any(e.label is not None or e.answers for e in examples):
             what = "claim has a label" if task == "claims" else "question has an answer that is an entity"
-            raise RunError(f"{path}: no {what}, as in the test files of published tasks: there is nothing to learn "
+            raise UserError(f"{path}: no {what}, as in the test files of published tasks: there is nothing to learn "
                            "from or to compare with; python eval.py --show shows what is retrieved")
     missing = sum(e.mentions is None for e in examples)
     if missing:
@@ -829,7 +822,7 @@ def examples_file(run, task, path):
     """FILE, or that of the toy world."""
     path = Path(path) if path else run.out / "world" / f"{task}.one_hop.train.jsonl"
     if not path.exists():
-        raise RunError(f"{path}: no such file; --examples wants a file of JSON lines (README, Your own corpus)")
+        raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README, Your own corpus)")
     return path
 
 
@@ -841,7 +834,7 @@ def read_task_examples(run, task, path):
     if dev != path and dev.exists():
         return examples, read_examples(run, task, dev)
     if len(examples) < 2:
-        raise RunError(f"{path}: one example cannot be learnt from and measured on; add more, or a file whose name says dev")
+        raise UserError(f"{path}: one example cannot be learnt from and measured on; add more, or a file whose name says dev")
     order = np.random.default_rng(0).permutation(len(examples))
     n_dev = max(1, len(examples) // 10)
     return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
@@ -851,7 +844,7 @@ def answerable(run, questions, path):
     """Those to train on: a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.4)."""
     known = [e for e in questions if any(a in run.corpus.entity_index for a in e.answers)]
     if not known:
-        raise RunError(f"{path}: no question has an answer that is an entity of the corpus; name answers as the corpus "
+        raise UserError(f"{path}: no question has an answer that is an entity of the corpus; name answers as the corpus "
                        "names its entities (data.py task maps those of published tasks)")
     say(f"{len(known):,} of {len(questions):,} questions to train on have an answer that is an entity of the corpus "
         f"({len(known) / len(questions):.1%}); the others are left out.")
@@ -892,38 +885,6 @@ def examples_batch(run, task, examples):
     """A batch of examples as this run reads them; task None: only their texts."""
     return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
                               claim_mask=task == "claims" and run.settings.claim_mask)
-
-
-def claim_logits(tome, H, batch):
-    """(B, 3), data.CLAIM_LABELS: from the mean of the mentions' [E_start] encodings, where what was retrieved stands.
-
-    The paper does not name its head. Read off [CLS], toy claims stayed at chance for 300 steps; so, they are learnt."""
-    B = len(batch.tokens)
-    n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
-    mean = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start]) / n_mentions[:, None]
-    return tome.claim(mean)
-
-
-def answer_query(tome, H, batch, at):
-    """z (n, d_K) of the mentions `at` (n,)."""
-    return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
-
-
-def answer_question(tome, H, batch, memory):
-    """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
-    at = batch.answer_mention
-    return memory.retrieve(answer_query(tome, H, batch, at), batch.passage[at], tome.config.k_answer,
-                           tome.config.k_answer_shard)
-
-
-def answer_loss(run, memory, query, batch):
-    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) of each."""
-    asked = batch.answer > 0
-    passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
-    if run.settings.whole_softmax and run.config.memory == "mentions":
-        return whole_memory_loss(memory.log_sums(query, passage, answer))
-    found = memory.retrieve(query, passage, run.config.k_answer, run.config.k_answer_shard)
-    return entity_prediction_loss(found.scores, found.entity, answer)
 
 
 @torch.no_grad()
@@ -973,7 +934,7 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
     rng = np.random.default_rng([run.seed, 6])
     clozes = [question for e in examples if (question := cloze(run, e, rng))] if with_clozes else []
     if with_clozes and not clozes:
-        raise RunError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; give mentions with "
+        raise UserError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; give mentions with "
                        "their entities (noun chunks have none), or leave out --cloze")
     epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
     beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(clozes)))
@@ -997,9 +958,10 @@ def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=F
                 claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
         if task == "qa" or clozes:
             asked = batch.answer_mention[batch.answer > 0]
-            parts["qa"] = (weight, answer_loss(run, training_memory, answer_query(model, H, batch, asked), batch))
+            parts["qa"] = (weight, answer_loss(model, training_memory, answer_query(model, H, batch, asked), batch, run.settings.whole_softmax))
             if clozes and layers[-1] is not None:
-                parts["asked"] = (weight, answer_loss(run, training_memory, layers[-1].query[asked], batch))
+                parts["asked"] = (weight, answer_loss(model, training_memory, layers[-1].query[asked], batch,
+                                                     run.settings.whole_softmax))
         return parts
 
     def evaluate(model):
@@ -1113,13 +1075,13 @@ def train(args):
                        ("start", "checkpoint, or scratch")):
         path = getattr(args, name)
         if path and not Path(path).exists() and (name, path) != ("start", "scratch"):
-            raise RunError(f"{path}: no such file; --{name} wants a {what}")
+            raise UserError(f"{path}: no such file; --{name} wants a {what}")
     run = make_run(args)
     if args.stage == "finetune":
         data.read_examples(examples_file(run, args.task, args.examples), args.task)
     baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
     if baseline and args.stage in STAGES[:2]:
-        raise RunError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")
+        raise UserError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")
     for stage in STAGES[2 * baseline:STAGES.index(args.stage) + 1]:
         last = stage == args.stage
         if not last and finished(run, stage):
@@ -1171,7 +1133,7 @@ def main(argv=None):
     except Stop as stop:
         say(str(stop))
         return 130
-    except (RunError, data.DataError, MemoryFolderError, CheckpointError, OSError) as error:
+    except (UserError, CheckpointError, OSError) as error:
         tqdm.write(f"train.py: {error}", file=sys.stderr)       # on a line of its own, not behind a progress bar
         return 1
     except RuntimeError as error:           # gloo has no exception of its own

@@ -454,14 +454,14 @@ def fuzz_corpus(folder, lines, tokenizer):
         try:
             list(data.read_corpus(path))
             raise AssertionError("a bad line was passed over")
-        except data.DataError as error:
+        except data.UserError as error:
             assert str(error).startswith(f"{path}:{numbers[0]}: ")
     for n in sorted(numbers, reverse=True):
         del lines[n - 1]
     path.write_bytes(b"\n".join(lines))
     try:
         corpus = data.Corpus.build(path, folder / "corpus", tokenizer, 32, 48)
-    except data.DataError as error:
+    except data.UserError as error:
         assert "holds no" in str(error) and not any(m.entity for text in kept for m in text.mentions) or not kept
         return len(kept), len(errors), empty
     counts = corpus.meta["counts"]
@@ -479,7 +479,7 @@ def fuzz_example(folder, line, task, tokenizer, entity_index):
     lines = line.split(b"\n")
     try:
         examples = data.read_examples(path, task)
-    except data.DataError as error:
+    except data.UserError as error:
         said = str(error)
         assert "\n" not in said and (said.startswith(f"{path}:") and (said[len(str(path)) + 1].isdigit()
                                                                      or not line.decode().strip())), said
@@ -580,7 +580,7 @@ def peak_memory(source, folder, steps=3):
             threading.Thread(target=look, daemon=True).start()
             if stage == "corpus":
                 def stop(*_):
-                    raise train.RunError("the corpus is ready")
+                    raise train.UserError("the corpus is ready")
                 train.stage_batch_tome = stop
         code, said, seconds = Child(["--stage", "batch-tome" if stage == "corpus" else stage, "--corpus", str(corpus),
                                      "--out", str(folder / "run")], watch).wait(1200)

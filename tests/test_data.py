@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import data
-from data import CLS, E_END, E_START, MASK, PAD, SEP, SPECIAL, UNK, DataError, Mention
+from data import CLS, E_END, E_START, MASK, PAD, SEP, SPECIAL, UNK, UserError, Mention
 
 WORDS = "ash birch cedar elm fir hazel larch maple oak pine rowan spruce willow yew".split()
 
@@ -94,7 +94,7 @@ BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: "m
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda bad: bad[:70])
 def test_a_bad_line_is_reported_with_file_and_line(tmp_path, bad):
     path = write(tmp_path / "c.jsonl", [GOOD, "", bad, GOOD])
-    with pytest.raises(DataError) as e:
+    with pytest.raises(UserError) as e:
         list(data.read_corpus(path))
     assert str(e.value).startswith(f"{path}:3: ") and "\n" not in str(e.value)
     assert all(part in str(e.value) for part in BAD_LINES[bad].split(": "))
@@ -107,7 +107,7 @@ def test_unreadable_files_are_one_sentence(tmp_path):
     for name, what in {"latin.jsonl": ":2: not UTF-8", "plain.jsonl.gz": "not a whole gzip",
                        "cut.jsonl.gz": "not a whole gzip", "none.jsonl": "No such file",
                        ".": "cannot be read"}.items():
-        with pytest.raises(DataError, match=what):
+        with pytest.raises(UserError, match=what):
             list(data.read_corpus(tmp_path / name))
 
 
@@ -149,13 +149,13 @@ def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run):
 def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(tmp_path):
     for name, records, what in (("a", [], "no text"), ("b", [line("  ")], "no text"),
                                 ("c", [line("Rome", (0, 4, None))], "no linked mention")):
-        with pytest.raises(DataError, match=what):
+        with pytest.raises(UserError, match=what):
             build(tmp_path, records, name=name)
     (tmp_path / "full").mkdir()
     write(tmp_path / "full" / "letter.txt", ["dear"])
-    with pytest.raises(DataError, match="not a tokenised corpus"):
+    with pytest.raises(UserError, match="not a tokenised corpus"):
         build(tmp_path, [GOOD], name="full")
-    with pytest.raises(DataError, match="bad.jsonl:2"):
+    with pytest.raises(UserError, match="bad.jsonl:2"):
         bad = write(tmp_path / "bad.jsonl", [GOOD, "{"])
         data.Corpus.build(bad, tmp_path / "bad", data.train_tokenizer(["Rome"], 99), 8, 9)
     assert not list(tmp_path.glob("*.tmp"))
@@ -165,7 +165,7 @@ def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(
     with open(tmp_path / "again" / "tokens.bin", "ab") as file:
         file.write(b"1234")
     for folder in ("again", "nowhere"):
-        with pytest.raises(DataError, match="not a whole tokenised corpus"):
+        with pytest.raises(UserError, match="not a whole tokenised corpus"):
             data.Corpus.open(tmp_path / folder)
 
 
@@ -193,7 +193,7 @@ def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
     write(tmp_path / "bad.json", ["{}"])
     for name, what in (("few.txt", "unusedN"), ("none.txt", "lacks"), ("bad.json", "not a tokenizer"),
                        ("no.json", "no such")):
-        with pytest.raises(DataError, match=what):
+        with pytest.raises(UserError, match=what):
             data.load_tokenizer(tmp_path / name)
 
 
@@ -580,9 +580,9 @@ def test_examples_are_read_and_bad_ones_reported(tmp_path):
                       ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": "b"}),
                       ("qa", {"question": "a", "answers": [""]}), ("qa", {"question": "a", "answers": [1]}),
                       ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
-        with pytest.raises(DataError, match="bad.jsonl:1: "):
+        with pytest.raises(UserError, match="bad.jsonl:1: "):
             data.read_examples(write(tmp_path / "bad.jsonl", [bad]), task)
-    with pytest.raises(DataError, match="no example"):
+    with pytest.raises(UserError, match="no example"):
         data.read_examples(write(tmp_path / "empty.jsonl", []), "qa")
 
 

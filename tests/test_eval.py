@@ -483,10 +483,10 @@ def test_after_a_run_that_failed_no_other_begins(tmp_path, monkeypatch):
     def failing(*arguments):
         begun.append(arguments)
         time.sleep(0.2 if len(begun) > 1 else 0)
-        raise train.RunError("no room")
+        raise train.UserError("no room")
 
     monkeypatch.setattr(evaluation, "table_run", failing)
-    with pytest.raises(train.RunError, match="no room"):
+    with pytest.raises(train.UserError, match="no room"):
         evaluation.all_runs(tmp_path, list(evaluation.TABLES), 3)
     assert len(begun) < 20, "of more than 60"
 

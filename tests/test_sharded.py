@@ -55,7 +55,7 @@ def first_step(folder, stage, found):
         loss = sum(weight * share for weight, share in parts.values())
         loss.backward()
         ann.sum_gradients(model.parameters())
-        result.update(sent=dict(ann.bytes_sent), mentions=len(batch.row), loss=float(ann.total(loss)),
+        result.update(sent=dict(ann.bytes_sent), mentions=len(batch.row), loss=float(ann.sum_over_processes(loss)),
                       grads={name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
     train.train_stage = record

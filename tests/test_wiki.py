@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import data
-from data import DataError
+from data import UserError
 
 REAL = Path(os.environ.get("TOME_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="no real data: set TOME_DATA to its folder")
@@ -237,16 +237,16 @@ BOMB = (f'<!DOCTYPE m [<!ENTITY a "aaaaaaaaaa">{ENTITIES}]>'
 def test_a_file_that_is_no_whole_dump_gets_one_sentence_and_leaves_nothing(tmp_path, content, said):
     (tmp_path / "d.xml").write_bytes(content)
     start = time.time()
-    with pytest.raises(DataError, match=re.escape(said)) as e:
+    with pytest.raises(UserError, match=re.escape(said)) as e:
         data.write_wiki(tmp_path / "d.xml", tmp_path / "out.jsonl")
     assert "d.xml" in str(e.value) and "\n" not in str(e.value) and time.time() - start < 5
     assert [p.name for p in tmp_path.iterdir()] == ["d.xml"]
 
 
 def test_a_dump_that_is_missing_and_an_output_that_cannot_be_written(tmp_path):
-    with pytest.raises(DataError, match="none.xml: cannot be read"):
+    with pytest.raises(UserError, match="none.xml: cannot be read"):
         data.write_wiki(tmp_path / "none.xml", tmp_path / "out.jsonl")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         data.write_wiki(dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "no folder" / "out.jsonl")
 
 
@@ -363,7 +363,7 @@ def test_answers_are_mapped_to_a_list_of_entities(tmp_path):
     examples = run(tmp_path, "entityquestions", [{"question": "q", "answers": ["black sea", "mercury"]}],
                    entities=tmp_path / "names.txt")
     assert examples[0]["answers"] == ["The_Black_Sea", "Mercury"]       # before Mercury_(planet)
-    with pytest.raises(DataError, match="--corpus or --entities"):
+    with pytest.raises(UserError, match="--corpus or --entities"):
         run(tmp_path, "entityquestions", [{"question": "q", "answers": ["a"]}])
 
 
@@ -378,7 +378,7 @@ def test_an_archive_is_read_as_it_is(tmp_path, corpus):
     assert [e["question"] for e in lines_of(tmp_path / "out.jsonl")] == ["train/P1.json", "train/P2.json"]
     whole = (tmp_path / "train.tar.xz").read_bytes()
     (tmp_path / "train.tar.xz").write_bytes(whole[:len(whole) // 2])
-    with pytest.raises(DataError, match="train.tar.xz: not a whole archive"):
+    with pytest.raises(UserError, match="train.tar.xz: not a whole archive"):
         data.task("entityquestions", [tmp_path / "train.tar.xz"], tmp_path / "out.jsonl", corpus=corpus)
 
 
@@ -402,7 +402,7 @@ def test_an_archive_is_read_as_it_is(tmp_path, corpus):
     ("entityquestions", [{"question": "q", "answers": [1]}], "json", "an answer is not a string"),
     ("entityquestions", [{"question": None, "answers": []}], "json", '"question" is not a string')])
 def test_a_bad_record_is_named(tmp_path, corpus, name, content, suffix, said):
-    with pytest.raises(DataError, match=re.escape(said)) as e:
+    with pytest.raises(UserError, match=re.escape(said)) as e:
         run(tmp_path, name, content, suffix, corpus=corpus)
     assert "published." in str(e.value) and "\n" not in str(e.value)
 
@@ -437,7 +437,7 @@ def test_the_real_questions_agree_with_the_pairing_that_comes_with_them(tmp_path
 def test_noun_chunks_without_spacy_are_one_sentence(monkeypatch):
     data._pipeline.cache_clear()
     monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(DataError, match="spaCy"):
+    with pytest.raises(UserError, match="spaCy"):
         data.noun_chunks("The song was Hungry.")
 
 
