@@ -1,13 +1,19 @@
-"""TOME, BATCH-TOME and their losses (paper §2.2–2.4, app. A, app. B).
+"""TOME, BATCH-TOME, their losses and the heads of the tasks (paper §2.2-2.4, §4, app. A, B).
 
-    H0 = InitialTransformerBlock(TokenEmbedding(x))                                          eq. 4
-    M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock                 eq. 2, 3
-    Hl = TOMEBlock_l(Hl-1),    l = 1 … L                         TOME-1: L = 1, TOME-2: L = 2        eq. 5
+    H0 = InitialTransformerBlock(TokenEmbedding(x))                                     eq. 4
+    M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock            eq. 2, 3
+    Hl = TOMEBlock_l(Hl-1),    l = 1 ... L        TOME-1: L = 1, TOME-2: L = 2          eq. 5
 
-The Mention Encoder is the same Transformer read without its memory layers, and two SpanEncodingLayers on top, for key
-and value (§2.1.1). BATCH-TOME trains it: the batch is read twice, first by the Mention Encoder, whose mentions become
-the batch memory, then by TOME attending to it (§2.3). TOME then continues from BATCH-TOME's weights, over the frozen
-memory of the whole corpus (§2.4), and answers with the entity that its last retrieval names (eq. 10).
+    tokens (B, T) -> H (B, T, hidden), and what each memory layer retrieved
+
+The Mention Encoder is the same Transformer, read without its memory layers, with two
+SpanEncodingLayers on top: key and value (§2.1.1). BATCH-TOME trains it. The batch is read twice:
+first by the Mention Encoder, whose mentions become the batch memory, then by TOME, which attends
+to it (§2.3). TOME continues from BATCH-TOME's weights over the frozen memory of the whole corpus
+(§2.4), and answers with the entity that its last retrieval names (eq. 10).
+
+B passages of T tokens, M mentions of the whole batch, K retrieved memories of each, L masked
+tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are alpha.
 """
 import hashlib
 from typing import NamedTuple
@@ -22,7 +28,7 @@ from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
 
 class TOMEBlock(nn.Module):
-    """Eq. 2 and 3. With no memory at all it is its TransformerBlock alone: so the Mention Encoder reads."""
+    """Eq. 2 and 3. Without a memory it is its TransformerBlock: so the Mention Encoder reads."""
 
     def __init__(self, config, n_layers):
         super().__init__()
@@ -44,19 +50,22 @@ class TOME(nn.Module):
         self.config = config
         self.embeddings = Embeddings(config)
         self.initial = TransformerBlock(config, config.n_initial)
-        self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_a_block) for _ in range(config.n_blocks))
+        self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_a_block)
+                                    for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z_m of entity prediction, eq. 10
-        self.claim = nn.Linear(config.hidden, 3)                            # data.CLAIM_LABELS (train.claim_logits)
-        self.entities = EntityTable(config) if config.n_entities else None
+        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z of eq. 10
+        self.claim = nn.Linear(config.hidden, 3)                            # see claim_logits
+        self.entities = EntityTable(config) if config.n_entities else None  # of the baselines
         self.apply(lambda module: init_weights(module, config.init_std))
 
     def read_initial(self, tokens, attention_mask):
-        """H0 (B, T, hidden), eq. 4."""
+        """tokens, attention_mask (B, T) -> H0 (B, T, hidden), eq. 4."""
         return self.initial(self.embeddings(tokens), attention_mask)
 
     def read_blocks(self, H, attention_mask, mentions=None, memory=None):
-        """H_L (B, T, hidden), and what each memory layer retrieved. mentions: a Batch (row, start, end, passage)."""
+        """H0 -> H_L (B, T, hidden), and a list: what each memory layer retrieved, eq. 5.
+
+        mentions: a Batch, or anything with row, start, end, passage (M,)."""
         found = []
         for block in self.blocks:
             H, retrieved = block(H, attention_mask, mentions, memory)
@@ -64,10 +73,11 @@ class TOME(nn.Module):
         return H, found
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
-        return self.read_blocks(self.read_initial(tokens, attention_mask), attention_mask, mentions, memory)
+        H0 = self.read_initial(tokens, attention_mask)
+        return self.read_blocks(H0, attention_mask, mentions, memory)
 
     def mlm_logits(self, H, target_index):
-        """Logits (L, vocab) at the masked tokens only: most of a vocabulary softmax would be thrown away."""
+        """Logits (L, vocab) at the masked tokens; the rest of them would be thrown away."""
         return self.mlm(H.flatten(0, 1)[target_index], self.embeddings.word.weight)
 
 
@@ -76,36 +86,38 @@ class MentionEncoder(nn.Module):
 
     def __init__(self, tome):
         super().__init__()
-        self.config = tome.config
-        self.tome = tome                                                    # shared with BATCH-TOME (§4.1)
-        self.key = SpanEncodingLayer(tome.config.hidden, tome.config.key_dim)
-        self.value = SpanEncodingLayer(tome.config.hidden, tome.config.value_dim)
-        self.key.apply(lambda module: init_weights(module, tome.config.init_std))
-        self.value.apply(lambda module: init_weights(module, tome.config.init_std))
+        self.config = config = tome.config
+        self.tome = tome                                        # shared with BATCH-TOME (§4.1)
+        self.key = SpanEncodingLayer(config.hidden, config.key_dim)
+        self.value = SpanEncodingLayer(config.hidden, config.value_dim)
+        self.key.apply(lambda module: init_weights(module, config.init_std))
+        self.value.apply(lambda module: init_weights(module, config.init_std))
 
     def encode(self, H, row, start, end):
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
     def forward(self, tokens, attention_mask, row, start, end):
-        return self.encode(self.tome(tokens, attention_mask)[0], row, start, end)
+        H, _ = self.tome(tokens, attention_mask)
+        return self.encode(H, row, start, end)
 
     @property
     def fingerprint(self):
-        """Names this encoder by its weights: a memory belongs to the one that wrote it (app. B.6)."""
+        """Names this encoder by its weights: a memory belongs to the one that wrote it."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
-            digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
 
 class BatchTOME(nn.Module):
-    """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends to it."""
+    """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends."""
 
     def __init__(self, tome):
         super().__init__()
         self.config = tome.config
         self.encoder = MentionEncoder(tome)
-        self.coref = SpanEncodingLayer(tome.config.hidden, tome.config.coref_dim)      # z_m of app. A.2
+        self.coref = SpanEncodingLayer(tome.config.hidden, tome.config.coref_dim)   # z of app. A.2
         self.coref.apply(lambda module: init_weights(module, tome.config.init_std))
 
     @property
@@ -113,159 +125,86 @@ class BatchTOME(nn.Module):
         return self.encoder.tome
 
     def forward(self, batch, use_memory=True):
-        """H (B, T, hidden) of the second read, what its memory layers retrieved."""
-        H0 = self.tome.read_initial(batch.tokens, batch.attention_mask)
+        """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
+        mask = batch.attention_mask
+        H0 = self.tome.read_initial(batch.tokens, mask)
         if not use_memory:
-            return self.tome.read_blocks(H0, batch.attention_mask)
-        # The memory holds what the text says, not what is left of it after masking; same-passage entries are never
-        # attended, so that nothing leaks. Of an unmasked text (the golden arrays) both are one read.
-        first = H0 if batch.unmasked is batch.tokens else self.tome.read_initial(batch.unmasked, batch.attention_mask)
-        first, _ = self.tome.read_blocks(first, batch.attention_mask)
+            return self.tome.read_blocks(H0, mask)
+        # The memory holds what the text says, not what masking left of it. A passage never
+        # attends to its own mentions, so nothing leaks. Where nothing is masked both are one read.
+        first = H0
+        if batch.unmasked is not batch.tokens:
+            first = self.tome.read_initial(batch.unmasked, mask)
+        first, _ = self.tome.read_blocks(first, mask)
         linked = batch.entity > 0
-        keys, values = self.encoder.encode(first, batch.row[linked], batch.start[linked], batch.end[linked])
+        keys, values = self.encoder.encode(first, batch.row[linked], batch.start[linked],
+                                           batch.end[linked])
         memory = BatchMemory(keys, values, batch.entity[linked], batch.passage[linked])
-        return self.tome.read_blocks(H0, batch.attention_mask, batch, memory)
+        return self.tome.read_blocks(H0, mask, batch, memory)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Initial weights
-
-@torch.no_grad()
-def start_positions(model):
-    """Positions begin as sinusoids of the size of the other embeddings (Vaswani et al. 2017), and are learnt from there:
-    from random ones the toy model needs two and a half times as many steps."""
-    position = model.tome.embeddings.position.weight                                     # (positions, hidden)
-    n, hidden = position.shape
-    angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
-    position.copy_(torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1) * model.config.init_std * 2 ** 0.5)
-
-
-def start_like_keys(model, layers):
-    """Only those of the keys' dimension: the paper's coreference layer has another."""
-    for layer in layers:
-        if layer.linear.weight.shape == model.encoder.key.linear.weight.shape:
-            layer.load_state_dict(model.encoder.key.state_dict())
-
-
-def share_out(state, config):
-    """TOME's initial weights from BATCH-TOME's, which has one memory layer. For TOME-2 the Transformer layers above it are
-    shared out to the blocks, or copied where there is one alone; its second memory layer starts as a copy of the first.
-    Layers that BATCH-TOME lacks (config.n_block_batch) go on top of each block and add nothing at first.
-
-    With two memory layers from the first step, toy BATCH-TOME's second one never found a use: where one retrieval is
-    enough, the first layer learns it. With more layers above the memory it learns more slowly."""
-    first, n = "blocks.0.", config.n_block_batch or config.n_block
-    each = max(1, n // config.n_blocks)                         # of a block, from BATCH-TOME
-    shared = {name: tensor for name, tensor in state.items() if not name.startswith(first)}
-    for block in range(config.n_blocks):
-        for name, tensor in state.items():
-            if name.startswith(first + "memory_attention."):
-                shared[name.replace("0", str(block), 1)] = tensor
-        for i in range(config.layers_a_block):
-            source, target = (f"blocks.{b}.transformer.layers.{layer}." for b, layer in
-                              ((0, (block * each + min(i, each - 1)) % n), (block, i)))
-            layer = {name.removeprefix(source): t for name, t in state.items() if name.startswith(source)}
-            if i >= each:
-                layer = {name: torch.ones_like(t) if name.endswith("norm.weight") else torch.zeros_like(t)
-                         if name.startswith(("attention.out.", "down.")) or name.endswith("norm.bias") else t
-                         for name, t in layer.items()}
-            shared |= {target + name: tensor for name, tensor in layer.items()}
-    return shared
-
-
-@torch.no_grad()
-def fit_retrieval(model, batches, self_score=20.0):
-    """Initial weights of key and query layers over a pretrained BERT, from linked mentions of a few batches.
-
-    Two layers of a BERT do not speak the same language, and most of what they say is the same for every mention: a
-    random projection of either retrieves nothing. So a key starts as the whitened principal components of a mention's
-    encoding [H_s; H_e] (eq. 1), and each memory layer's query as the linear map that finds a mention's own key from what
-    that layer reads (ridge regression; no label). self_score: the mean score of a mention's query and its own key."""
-    tome, key = model.tome, model.encoder.key.linear
-    inputs, outputs = [[] for _ in tome.blocks], []                         # [H_s; H_e] of each mention, (M, 2 hidden)
-    for batch in batches:
-        linked = batch.entity > 0
-        row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
-        H = tome.read_initial(batch.tokens, batch.attention_mask)
-        for block, seen in zip(tome.blocks, inputs):
-            seen.append(torch.cat([H[row, start], H[row, end]], dim=1).double())
-            H, _ = block(H, batch.attention_mask, None, None)
-        outputs.append(torch.cat([H[row, start], H[row, end]], dim=1).double())
-    Y = torch.cat(outputs)
-    if len(Y) < 2:
-        return
-    mean = Y.mean(0)
-    variance, direction = torch.linalg.eigh((Y - mean).T @ (Y - mean) / len(Y))             # rising
-    n = min(len(key.weight), len(variance))
-    spread = (variance[-n:] + 1e-3 * variance[-1]).sqrt()
-    W_key = torch.zeros_like(key.weight, dtype=torch.double)                                # (d_K, 2 hidden)
-    W_key[:n] = (direction[:, -n:] / spread).T * (self_score / n) ** 0.5
-    keys = (Y - mean) @ W_key.T
-    key.weight.copy_(W_key)
-    key.bias.copy_(-W_key @ mean)
-    for block, seen in zip(tome.blocks, inputs):
-        X = torch.cat(seen)
-        X_mean, X = X.mean(0), X - X.mean(0)
-        gram = X.T @ X
-        ridge = 0.1 * gram.diag().mean().clamp(min=1e-6)
-        W_query = torch.linalg.solve(gram + ridge * torch.eye(len(gram), device=X.device), X.T @ keys).T
-        W_query *= self_score / (X @ W_query.T * keys).sum(1).mean().clamp(min=1e-6)
-        query = block.memory_attention.query.linear
-        query.weight.copy_(W_query)
-        query.bias.copy_(-W_query @ X_mean)
-    start_like_keys(model, [tome.answer])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses. Each is this process's share of a mean over all processes: a sum over its own items, divided by the number
-# of items everywhere. The shares add up to the loss, and their gradients to its gradient, as of one big batch.
+# --------------------------------------------------------------------------------------------------
+# Losses. Each is this process's part of a mean over all processes: a sum over its own items,
+# divided by the number of items everywhere. The parts add up to the loss of one big batch, and
+# their gradients to its gradient.
 
 
 def share_of_mean(losses):
-    """losses (n,) of this process -> its share of the mean over all processes; 0 where there is no item at all."""
-    return losses.sum() / ann.sum_over_processes(losses.numel(), losses.device).clamp(min=1)
+    """losses (n,) of this process -> its part of the mean over all processes; 0 of no item."""
+    n = ann.sum_over_processes(losses.numel(), losses.device)
+    return losses.sum() / n.clamp(min=1)
 
 
 def mlm_loss(logits, target):
-    """Masked language modelling: mean cross-entropy over the masked tokens. logits (L, vocab), target (L,)."""
+    """Mean cross-entropy over the masked tokens. logits (L, vocab), target (L,) -> scalar."""
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: is that linked mention of another passage the same entity? z (M, d_C), entity (M,) 0 = not linked,
-    passage (M,) -> scalar.
+    """App. A.2: is that linked mention of another passage the same entity?
 
-    For each mention, the mean over its positives of the cross-entropy of that positive against all negatives (the
-    appendix's formula has the mean outside the logarithm; its text and the public code say this); then the mean over
-    the mentions that have a positive. Mentions of the same passage are neither. Candidates come from all processes."""
+    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. For each mention, the mean
+    over its positives of the cross-entropy of that positive against all negatives; then the mean
+    over the mentions that have a positive. (The appendix's formula has the mean outside the
+    logarithm; its text and the public code say this.) Mentions of the same passage are neither.
+    Candidates come from all processes."""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
-    all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)              # (N, …)
-    scores = ann.dot(z, all_z)                                                                           # (M, N)
+    all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
+    scores = ann.dot(z, all_z)                                                  # (M, N)
     elsewhere = passage[:, None] != all_passage[None, :]
     same = entity[:, None] == all_entity[None, :]
-    negatives = scores.masked_fill(~(elsewhere & ~same), torch.finfo(scores.dtype).min).logsumexp(-1)    # (M,)
-    mention, positive = (elsewhere & same).nonzero(as_tuple=True)                                        # pairs
-    losses = F.softplus(negatives[mention] - scores[mention, positive])     # -log(e^p / (e^p + sum e^n))
-    n_positive = (elsewhere & same).sum(-1)
-    per_mention = torch.zeros_like(negatives).index_add(0, mention, losses) / n_positive.clamp(min=1)
-    return share_of_mean(per_mention[n_positive > 0])
+    positive = elsewhere & same
+    least = torch.finfo(scores.dtype).min       # -inf would give NaN where there is no negative
+    negatives = scores.masked_fill(~(elsewhere & ~same), least).logsumexp(-1)   # (M,)
+    mention, other = positive.nonzero(as_tuple=True)                            # (pairs,)
+    # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
+    losses = F.softplus(negatives[mention] - scores[mention, other])
+    n_positive = positive.sum(-1)
+    total = torch.zeros_like(negatives).index_add(0, mention, losses)
+    mean = total / n_positive.clamp(min=1)
+    return share_of_mean(mean[n_positive > 0])
 
 
 def entity_prediction_loss(scores, memory_entity, entity):
-    """§2.4: -log EntProb(m, Ent(m)), the mean over linked mentions of which a memory of the same entity was retrieved.
+    """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions of which a memory of the
+    same entity was retrieved (§2.4).
 
-    scores (M, K) z · key of the retrieved memories (-inf: none), memory_entity (M, K), entity (M,) 0 = not linked."""
+    scores (M, K) z . MemKey of the retrieved memories (-inf: none), memory_entity (M, K),
+    entity (M,) 0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
-    counted = (entity > 0) & same.any(-1)
-    scores, same = scores[counted], same[counted]                           # only rows where no logsumexp is of nothing
-    return share_of_mean(scores.logsumexp(-1) - scores.masked_fill(~same, -torch.inf).logsumexp(-1))
+    counted = (entity > 0) & same.any(-1)           # the other rows would be a logsumexp of nothing
+    scores, same = scores[counted], same[counted]
+    own = scores.masked_fill(~same, -torch.inf)
+    return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
 
 
 def whole_memory_loss(log_sums):
-    """entity_prediction_loss with the sums of eq. 10 over the whole memory: MentionMemory.log_sums (M, 2)."""
-    everything, same = log_sums[log_sums[:, 1] > torch.finfo(log_sums.dtype).min / 2].unbind(1)
-    return share_of_mean(everything - same)
+    """entity_prediction_loss with the sums of eq. 10 over the whole memory: log_sums (M, 2) is
+    MentionMemory.log_sums."""
+    has_memory = log_sums[:, 1] > torch.finfo(log_sums.dtype).min / 2
+    everything, own = log_sums[has_memory].unbind(1)
+    return share_of_mean(everything - own)
 
 
 class Answer(NamedTuple):
@@ -274,50 +213,148 @@ class Answer(NamedTuple):
 
 
 def predict_entity(scores, memory_entity):
-    """Eq. 10 and its argmax: the entity with the largest sum of attention weights. scores, memory_entity (M, K)."""
-    weights = attention_weights(scores)                                                      # (M, K)
-    entity, order = memory_entity.sort(dim=-1)
+    """Eq. 10 and its argmax: the entity with the largest sum of attention weights.
+
+    scores, memory_entity (M, K) -> Answer."""
+    weights = attention_weights(scores)                                         # (M, K)
+    entity, order = memory_entity.sort(dim=-1)              # now equal entities stand together
     first = torch.ones_like(entity, dtype=torch.bool)
     first[:, 1:] = entity[:, 1:] != entity[:, :-1]
-    group = first.long().cumsum(-1) - 1                                     # (M, K) equal entities stand together
-    sums = torch.zeros_like(weights).scatter_add(1, group, weights.gather(1, order))         # EntProb of each group
-    probability, best = sums.max(dim=-1)
-    where = (group == best[:, None]).long().argmax(-1)                      # a memory of the best group
-    best_entity = entity.gather(1, where[:, None]).squeeze(1)
+    group = first.long().cumsum(-1) - 1                                         # (M, K)
+    sums = torch.zeros_like(weights).scatter_add(1, group, weights.gather(1, order))
+    probability, best = sums.max(dim=-1)                                        # (M,)
+    member = (group == best[:, None]).long().argmax(-1)     # a memory of the best group
+    best_entity = entity.gather(1, member[:, None])[:, 0]
     return Answer(torch.where(probability > 0, best_entity, 0), probability)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The heads of claims and questions (§4.3, §4.4)
 
 
 def claim_logits(tome, H, batch):
-    """(B, 3), data.CLAIM_LABELS: from the mean of the mentions' [E_start] encodings, where what was retrieved stands.
-
-    The paper does not name its head. Read off [CLS], toy claims stayed at chance for 300 steps; so, they are learnt."""
+    """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
+    claim's mentions: there stands what was retrieved. The paper does not name its head; read off
+    [CLS], toy claims stayed at chance."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
-    mean = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start]) / n_mentions[:, None]
-    return tome.claim(mean)
+    total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
+    return tome.claim(total / n_mentions[:, None])
 
 
 def answer_query(tome, H, batch, at):
-    """z (n, d_K) of the mentions `at` (n,)."""
+    """z (n, d_K) of the mentions numbered `at` (n,)."""
     return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
 
 
 def answer_question(tome, H, batch, memory):
-    """What the question's [MASK] mention retrieves: Retrieved of (B, K)."""
+    """What the [MASK] mention of each question retrieves: Retrieved of (B, K)."""
     at = batch.answer_mention
-    return memory.retrieve(answer_query(tome, H, batch, at), batch.passage[at], tome.config.k_answer,
+    query = answer_query(tome, H, batch, at)
+    return memory.retrieve(query, batch.passage[at], tome.config.k_answer,
                            tome.config.k_answer_shard)
 
 
 def answer_loss(tome, memory, query, batch, whole_softmax=False):
-    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) of each."""
+    """Entity prediction at the masked mentions of the n rows that have an answer.
+
+    query (n, d_K) -> scalar. whole_softmax: eq. 10 over the whole memory, not its k_answer best:
+    an answer far from them, as that of two hops is at first, gets no gradient otherwise."""
     asked = batch.answer > 0
     passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
     if whole_softmax and tome.config.memory == "mentions":
         return whole_memory_loss(memory.log_sums(query, passage, answer))
     found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
     return entity_prediction_loss(found.scores, found.entity, answer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Initial weights. A mention learns from the memory only once it retrieves something of use, and to
+# learn what is of use it has to retrieve (app. B.5). So BATCH-TOME first learns, with the memory
+# off, what its markers stand around; then fit_retrieval makes every mention find its own key; then
+# the memory is attended. The same with a published BERT below and without one.
+
+
+@torch.no_grad()
+def start_positions(model):
+    """Positions begin as sinusoids (Vaswani et al. 2017) of the size of the other embeddings, and
+    are learnt from there: from random ones the toy model needs more than twice the steps."""
+    position = model.tome.embeddings.position.weight                    # (positions, hidden)
+    n, hidden = position.shape
+    angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
+    waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)   # (positions, hidden)
+    position.copy_(waves * model.config.init_std * 2 ** 0.5)
+
+
+def mention_ends(H, batch):
+    """[H_s; H_e] of the linked mentions, (m, 2 hidden), in float64: what eq. 1 projects."""
+    linked = batch.entity > 0
+    row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
+    return torch.cat([H[row, start], H[row, end]], dim=1).double()
+
+
+@torch.no_grad()
+def fit_retrieval(model, batches, self_score=20.0):
+    """Sets key and query layers in closed form, from the linked mentions of a few batches.
+
+    Two layers of a Transformer do not speak the same language, and most of what they say is the
+    same for every mention: a random projection of either retrieves nothing. So a key starts as
+    the whitened principal components of a mention's [H_s; H_e], and each memory layer's query as
+    the linear map that finds a mention's own key from what that layer reads (ridge regression).
+    No label is used. self_score: the mean score of a mention's query and its own key."""
+    tome = model.tome
+    inputs = [[] for _ in tome.blocks]          # what each memory layer reads of every mention
+    outputs = []                                # what the Mention Encoder's last layer says of it
+    for batch in batches:
+        H = tome.read_initial(batch.tokens, batch.attention_mask)
+        for block, seen in zip(tome.blocks, inputs):
+            seen.append(mention_ends(H, batch))
+            H, _ = block(H, batch.attention_mask, None, None)
+        outputs.append(mention_ends(H, batch))
+    Y = torch.cat(outputs)                                                      # (m, 2 hidden)
+    if len(Y) < 2:
+        return
+    key = model.encoder.key.linear
+    mean = Y.mean(0)
+    variance, direction = torch.linalg.eigh((Y - mean).T @ (Y - mean) / len(Y))         # rising
+    n = min(len(key.weight), len(variance))
+    deviation = (variance[-n:] + 1e-3 * variance[-1]).sqrt()
+    W_key = torch.zeros_like(key.weight, dtype=torch.double)                    # (d_K, 2 hidden)
+    W_key[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
+    key.weight.copy_(W_key)
+    key.bias.copy_(-W_key @ mean)
+    keys = (Y - mean) @ W_key.T                                                 # (m, d_K)
+    for block, seen in zip(tome.blocks, inputs):
+        X = torch.cat(seen)                                                     # (m, 2 hidden)
+        X_mean = X.mean(0)
+        X = X - X_mean
+        gram = X.T @ X
+        ridge = 0.1 * gram.diag().mean().clamp(min=1e-6) * torch.eye(len(gram), device=X.device)
+        W_query = torch.linalg.solve(gram + ridge, X.T @ keys).T                # (d_K, 2 hidden)
+        own_score = (X @ W_query.T * keys).sum(1).mean().clamp(min=1e-6)
+        W_query *= self_score / own_score
+        query = block.memory_attention.query.linear
+        query.weight.copy_(W_query)
+        query.bias.copy_(-W_query @ X_mean)
+    tome.answer.load_state_dict(model.encoder.key.state_dict())     # z of eq. 10 starts as the key
+
+
+def split_into_blocks(state, config):
+    """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
+
+    For TOME-2 the Transformer layers above that layer are dealt out to the two blocks in their
+    order; its second memory layer starts as a copy of the first. With two memory layers from the
+    first step, the second one never found a use: one retrieval is enough there."""
+    weights = {}
+    for name, tensor in state.items():
+        part = name.removeprefix("blocks.0.")
+        if part == name:                                        # embeddings, initial block, heads
+            weights[name] = tensor
+        elif part.startswith("memory_attention."):
+            for block in range(config.n_blocks):
+                weights[f"blocks.{block}.{part}"] = tensor
+        else:                                                   # transformer.layers.<number>.<rest>
+            _, _, number, rest = part.split(".", 3)
+            block, layer = divmod(int(number), config.layers_a_block)
+            weights[f"blocks.{block}.transformer.layers.{layer}.{rest}"] = tensor
+    return weights

@@ -41,7 +41,7 @@ from data import UserError, checksum, read_json, write_file, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits, coreference_loss, entity_prediction_loss, fit_retrieval, start_positions, mlm_loss,
-                  predict_entity, share_of_mean, share_out, whole_memory_loss)
+                  predict_entity, share_of_mean, split_into_blocks, whole_memory_loss)
 
 STAGES = ("batch-tome", "memory", "tome", "finetune")
 FORMAT = 3
@@ -159,7 +159,7 @@ class Run:
 
     @property
     def batch_tome_config(self):
-        """BATCH-TOME has one memory layer, also where TOME will have two, and perhaps fewer layers (tome.share_out)."""
+        """BATCH-TOME has one memory layer, also where TOME will have two, and perhaps fewer layers (tome.split_into_blocks)."""
         return replace(self.config, n_blocks=1, n_block=self.config.n_block_batch or self.config.n_block)
 
     def belongs(self, stage):
@@ -748,7 +748,7 @@ def start_from(run, tome, start):
     Fresh weights are not those that BATCH-TOME began with: beside them, what wrote the memory would be no stranger."""
     if start is None:
         return
-    state = share_out(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
+    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     if start != "scratch":
         checkpoint = read_checkpoint(Path(start))
         saved = checkpoint.get("best", checkpoint["model"])
@@ -767,7 +767,7 @@ def stage_tome(run, schedule, start=None):
     batch_tome = load_batch_tome(run) if has_encoder else new_batch_tome(run)
     fingerprint = batch_tome.encoder.fingerprint if has_encoder else None
     tome = TOME(run.config).to(run.device)
-    tome.load_state_dict(share_out(batch_tome.tome.state_dict(), run.config))
+    tome.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
     memory, training_memory = open_memory(run, tome, fingerprint)
     if has_encoder:
         training_memory = training_memory.sample(settings.memory_fraction, run.seed)

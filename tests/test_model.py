@@ -10,8 +10,8 @@ import torch
 import ann
 from encoder import Config, SpanEncodingLayer
 from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
-from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, init_retrieval, mlm_loss,
-                  predict_entity, share_out, whole_memory_loss)
+from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
+                  predict_entity, split_into_blocks, start_positions, whole_memory_loss)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -50,11 +50,11 @@ def attention_by_hand(H, layer, keys, values, passages, k):
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
 
 
-@pytest.mark.parametrize("n_block, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
+@pytest.mark.parametrize("n_block, sources", [(2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
 def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_block, sources):
     one = TOME(replace(TINY, n_block=n_block, n_blocks=1))
     two = TOME(replace(TINY, n_block=n_block))
-    two.load_state_dict(share_out(one.state_dict(), two.config))
+    two.load_state_dict(split_into_blocks(one.state_dict(), two.config))
     layers, memory = one.blocks[0].transformer.layers, one.blocks[0].memory_attention
     for block, numbers in zip(two.blocks, sources, strict=True):
         for mine, number in zip(block.transformer.layers, numbers, strict=True):
@@ -62,27 +62,8 @@ def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memo
         assert all(torch.equal(a, b) for a, b in zip(block.memory_attention.parameters(), memory.parameters(), strict=True))
     for name, tensor in one.state_dict().items():
         assert name.startswith("blocks.") or torch.equal(tensor, two.state_dict()[name])
-    same = share_out(one.state_dict(), one.config)
+    same = split_into_blocks(one.state_dict(), one.config)
     assert same.keys() == one.state_dict().keys() and all(torch.equal(t, same[n]) for n, t in one.state_dict().items())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("n_blocks, sources", [(1, [[0, None, None, None]]), (2, [[0, None], [0, None]])])
-def test_layers_that_batch_tome_lacks_only_normalise_at_first(n_blocks, sources):
-    config = replace(TINY, n_block=4, n_block_batch=1, n_blocks=n_blocks)
-    one, tome = TOME(replace(TINY, n_block=1, n_blocks=1)), TOME(config)
-    for parameter in one.parameters():
-        parameter += 0.1 * torch.randn_like(parameter)          # norms and biases too
-    tome.load_state_dict(share_out(one.state_dict(), config))
-    x = torch.randn(7, TINY.hidden)
-    for block, numbers in zip(tome.blocks, sources, strict=True):
-        for layer, number in zip(block.transformer.layers, numbers, strict=True):
-            if number is None:
-                expected = torch.stack([(row - row.mean()) / row.std(correction=0) for row in x])
-                assert torch.allclose(layer(x, torch.arange(7), torch.ones(1, 7, dtype=torch.bool)), expected, atol=1e-4)
-            else:
-                theirs = one.blocks[0].transformer.layers[number].parameters()
-                assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), theirs, strict=True))
 
 
 @torch.no_grad()
@@ -127,34 +108,16 @@ def test_fitted_keys_are_white_and_queries_find_them_by_ridge_regression():
         np.testing.assert_allclose(Q, expected, atol=1e-3 * np.abs(expected).max())
 
 
-@torch.no_grad()
-def test_initial_weights_find_mentions_of_the_same_name_and_pass_on_both_of_its_words():
-    """20 names of two words, each in two passages of other words: who finds whom, and what a head that looks around copies
-    of the tokens to which the memory layer has written a name."""
-    torch.manual_seed(0)
-    n, special = 20, {"[CLS]": 0, "[E_start]": 1, "[E_end]": 2}
-    model = BatchTOME(TOME(Config(vocab_size=300, hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=1, n_blocks=1,
-                                  max_positions=40, dropout=0.0, key_dim=64, value_dim=128, coref_dim=64)))
-    init_retrieval(model, special)
-    tome, at, starts, names = model.tome, torch.arange(2 * n), torch.randint(1, 16, (2 * n,)), 10 + torch.randperm(2 * n)
-    tokens = torch.randint(50, 300, (2 * n, 20))                            # 40 passages of 20 tokens
-    tokens[:, 0] = special["[CLS]"]
-    for row, start in enumerate(starts.tolist()):
-        tokens[row, start:start + 4] = torch.tensor([1, *names[[row % n, n + row % n]], 2])
-    batch = SimpleNamespace(tokens=tokens, unmasked=tokens, attention_mask=torch.ones_like(tokens, dtype=torch.bool), row=at,
-                            start=starts, end=starts + 3, entity=1 + at % n, passage=at)
-    right = model(batch)[1][0].weights.argmax(1) == (at + n) % (2 * n)
-    assert right.float().mean() > 0.3, "by chance 0.03"
-
-    H = tome(tokens, batch.attention_mask)[0]
-    values = model.encoder.encode(H, at, starts, starts + 3)[1]
-    around = tome.blocks[0].transformer.layers[0].attention.qkv.weight.view(3, 6, 16, 96)[2, 4]             # (16, hidden)
-    copied = tome.blocks[0].memory_attention.up(values) @ around.T                                          # (40, 16)
-    for words in names.view(2, n):                                          # the first words, then the second ones
-        expected = tome.embeddings.word.weight[words] @ around.T                                            # (20, 16)
-        likeness = torch.cosine_similarity(copied[:, None], expected, dim=-1)                               # (40, 20)
-        own = at[:, None] % n == torch.arange(n)
-        assert likeness[own].mean() > 0.25 and abs(likeness[~own].mean()) < 0.1
+def test_positions_begin_as_sinusoids_of_the_size_of_the_other_embeddings():
+    model = BatchTOME(TOME(TINY))
+    start_positions(model)
+    position, std = model.tome.embeddings.position.weight.detach(), TINY.init_std
+    for p in range(TINY.max_positions):
+        for i in range(0, TINY.hidden, 2):
+            angle = p / 10000 ** (i / TINY.hidden)
+            assert position[p, i].item() == pytest.approx(std * math.sqrt(2) * math.sin(angle), abs=1e-5)
+            assert position[p, i + 1].item() == pytest.approx(std * math.sqrt(2) * math.cos(angle), abs=1e-5)
+    assert position.square().mean().sqrt().item() == pytest.approx(std, rel=1e-3)
 
 
 def read_batch(seed, n_mentions=6):
