@@ -1,0 +1,55 @@
+"""The text keeps its budget: python -m pytest -s tests/test_text.py prints it, a line a file."""
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+READING_ORDER = ["encoder", "ann", "memory", "tome", "data", "train", "eval"]
+MAY_IMPORT = {
+    "encoder": set(), "ann": set(), "data": set(),
+    "memory": {"encoder", "ann", "data"},
+    "tome": {"encoder", "ann", "data", "memory"},
+    "train": {"encoder", "ann", "data", "memory", "tome"},
+    "eval": {"encoder", "ann", "data", "memory", "tome", "train"},
+}
+
+
+def prose_lines(text):
+    """Numbers of the lines that are a comment alone or part of a docstring."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and token.line.strip().startswith("#"):
+            lines.add(token.start[0])
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            docstring = node.body[0]
+            lines.update(range(docstring.lineno, docstring.end_lineno + 1))
+    return lines
+
+
+def test_seven_files_of_at_most_3000_lines_of_100_columns_a_fifth_of_them_prose():
+    total = prose = 0
+    for name in READING_ORDER:
+        text = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+        lines, share = len(text.splitlines()), len(prose_lines(text))
+        widest = max(map(len, text.splitlines()))
+        print(f"{name + '.py':<12}{lines:>6} lines   widest {widest:>3}   prose {share / lines:.0%}")
+        assert widest <= 100, f"{name}.py has a line of {widest} columns"
+        total, prose = total + lines, prose + share
+    readme = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    print(f"{'in all':<12}{total:>6} lines   prose {prose / total:.0%}   README.md {readme} lines")
+    assert total <= 3000 and prose >= total / 5 and readme <= 230
+
+
+@pytest.mark.parametrize("name", READING_ORDER)
+def test_imports_run_one_way(name):
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    assert imported & set(READING_ORDER) <= MAY_IMPORT[name]
