@@ -1,15 +1,17 @@
-"""Text in, batches out: corpus, tokenizer, passages with entity markers, masking, clusters, the toy world.
+"""Text in, batches out: mentions, markers, masking, related passages, examples, the toy world.
 
-The paper: §2 (notation, markers), §2.3-2.4 (what is masked and why), appendices A and A.1 (rates, clusters).
+The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app. A (rates), A.1
+(related passages), B.1 (claims and questions). Files of all kinds stand behind these ideas.
 
-    corpus.jsonl --read_corpus--> Text --encode_text--> passages --Corpus.build--> flat arrays on disk
-    Corpus[passages] --make_batch--> Batch: tokens (B, T), mentions as flat arrays (M,), masked tokens (L,)
+    corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
+    Corpus, passage numbers --make_batch--> Batch
 
-A passage of n tokens with m mentions takes n + 2m + 2 positions:
+Shapes: B passages, or rows, of T tokens in a batch; M mentions and L tokens to predict in flat
+arrays over the whole batch. A passage of n tokens with m mentions takes n + 2m + 2 positions:
 
     [CLS] the capital of [E_start] north karovia [E_end] is [E_start] port ellin [E_end] . [SEP]
       0    1     2     3     4       5      6       7    8     9       10   11     12    13  14
-    mention_start = 4, 9; mention_end = 7, 12 (the positions of the markers)
+    start = 4, 9 and end = 7, 12: the positions s and e of the paper's markers
 """
 import argparse
 import bz2
@@ -21,32 +23,43 @@ import lzma
 import os
 import re
 import shutil
+import stat
 import sys
 import tarfile
 import tempfile
 import zlib
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Iterator, NamedTuple
 from xml.parsers import expat
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[E_start]", "[E_end]"]
 PAD, UNK, CLS, SEP, MASK, E_START, E_END = SPECIAL
+CLAIM_LABELS = ("REFUTES", "SUPPORTS", "NOT ENOUGH INFO")      # the last one in FEVER only
+TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has the paper's numbers
+    "toy": {"passage_length": 64, "max_length": 128, "vocab": 2000},
+    "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
+    "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
+}
 
 
 class UserError(Exception):
-    """Something is wrong with the user's data; the message is a sentence for a person."""
+    """Something is wrong with what the user gave; the message is a sentence for a person."""
 
+
+# ---------------------------------------------------------------- mentions, markers, passages
 
 class Mention(NamedTuple):
     start: int              # character offsets, end exclusive
@@ -58,35 +71,969 @@ class Text(NamedTuple):
     title: str
     text: str
     mentions: list
-    split: str | None = None    # "train" | "held_out" | None
+    split: str | None = None    # "train", "held_out" or None: by its title
 
 
-# ---------------------------------------------------------------- files that are whole or not there
+class Span(NamedTuple):
+    """A mention by its tokens."""
+    first: int
+    last: int       # exclusive
+    index: int      # which of the text's mentions
+
+
+class Passage(NamedTuple):
+    tokens: np.ndarray      # (n + 2m + 2,) int32, [CLS] … [SEP]
+    start: np.ndarray       # (m,) positions of [E_start]; outer mentions before inner ones
+    end: np.ndarray         # (m,) positions of [E_end]
+    index: np.ndarray       # (m,) which of the text's mentions
+    chars: tuple            # the passage's characters in the text: from, to (None: the end)
+
+
+def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
+    """Cuts a text into Passages of at most passage_length tokens (T) and max_length positions.
+
+    encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
+    A mention covers every token that it touches. No cut crosses a mention: where mentions that
+    overlap fit no passage together, the longest goes. dropped: a Counter of reasons, added to."""
+    ids, n = encoding.ids, len(encoding.ids)
+    starts = [start for start, _ in encoding.offsets]
+    ends = [end for _, end in encoding.offsets]
+    spans = []
+    for i, (start, end, *_) in enumerate(mentions):
+        first, last = bisect_right(ends, start), bisect_left(starts, end)
+        if first >= last:
+            dropped["without a token"] += 1
+        elif last - first > passage_length or last - first + 4 > max_length:
+            dropped["longer than a passage"] += 1
+        else:
+            spans.append(Span(first, last, i))
+    spans.sort(key=lambda span: (span.first, -span.last))       # outer before inner
+
+    def within(lo, hi):     # between two cuts that cross no mention
+        return spans[bisect_left(spans, (lo,)):bisect_left(spans, (hi,))]
+
+    def fits(lo, hi):
+        positions = hi - lo + 2 * len(within(lo, hi)) + 2
+        return hi - lo <= passage_length and positions <= max_length
+
+    cuts, waiting = [0], [(0, n)] if n else []      # parts of the text, from the left
+    while waiting:
+        lo, hi = waiting.pop()
+        crossed = {t for span in within(lo, hi) for t in range(span.first + 1, span.last)}
+        inner = [t for t in range(lo, hi + 1) if t not in crossed]
+        if len(inner) > 2:
+            waiting += reversed(list(pairwise(inner)))
+        elif fits(lo, hi):
+            cuts.append(hi)
+        else:
+            longest = max(within(lo, hi), key=lambda span: span.last - span.first)
+            dropped["overlaps too many others for one passage"] += 1
+            spans.remove(longest)
+            waiting.append((lo, hi))
+
+    edges = [0]
+    for lo, hi in pairwise(cuts):
+        if not fits(edges[-1], hi):
+            edges.append(lo)
+    passages = []
+    for lo, hi in pairwise([*edges, n] if n else []):
+        chars = (starts[lo] if lo else 0, starts[hi] if hi < n else None)
+        passages.append(_set_markers(ids, lo, hi, within(lo, hi), special, chars))
+    return passages
+
+
+def _set_markers(ids, lo, hi, spans, special, chars):
+    """Tokens lo … hi as a Passage."""
+    markers = []
+    # Before one token stand ends, the inner first, then starts, the outer first.
+    for m, span in enumerate(spans):
+        markers.append((span.last, 0, -m))
+        markers.append((span.first, 1, m))
+    tokens, start, end = [special[CLS]], [0] * len(spans), [0] * len(spans)
+    for before, is_start, m in sorted(markers):
+        tokens += ids[lo:before]
+        lo = before
+        if is_start:
+            start[m] = len(tokens)
+            tokens.append(special[E_START])
+        else:
+            end[-m] = len(tokens)
+            tokens.append(special[E_END])
+    tokens += [*ids[lo:hi], special[SEP]]
+    index = np.array([span.index for span in spans], np.int64)
+    return Passage(np.array(tokens, np.int32), np.array(start, np.int64), np.array(end, np.int64),
+                   index, chars)
+
+
+# ---------------------------------------------------------------- batches and masking
+
+# the fields of a Batch that have an entry a row
+ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
+
+
+@dataclass
+class Batch:
+    """B rows of T tokens; their M mentions and the L tokens to predict, flat over all rows."""
+    tokens: torch.Tensor            # (B, T) what the model reads: masked in training
+    unmasked: torch.Tensor          # (B, T) … before masking: the Mention Encoder reads this
+    attention_mask: torch.Tensor    # (B, T) bool, True = token
+    row: torch.Tensor               # (M,) the mention's row, and the columns of its markers
+    start: torch.Tensor             # (M,)
+    end: torch.Tensor               # (M,)
+    entity: torch.Tensor            # (M,) 0 = not linked
+    passage: torch.Tensor           # (M,) corpus passage, -1 = none (a question)
+    masked: torch.Tensor            # (M,) bool: all of its tokens are to be predicted
+    target_index: torch.Tensor      # (L,) masked tokens as indices into tokens.view(-1)
+    target: torch.Tensor            # (L,) their original ids
+    target_mention: torch.Tensor    # (L,) the mention (index into row) of each, -1 = none
+    mention: torch.Tensor           # (M,) corpus mention number, -1 = none
+    label: torch.Tensor | None = None           # (B,) claims: CLAIM_LABELS' index, -1 = not known
+    answer: torch.Tensor | None = None          # (B,) questions: first answer known, 0 = none
+    answer_mention: torch.Tensor | None = None  # (B,) the mention to be answered, -1 = none
+
+    def to(self, device) -> "Batch":
+        return Batch(**{name: tensor if tensor is None else tensor.to(device, non_blocking=True)
+                        for name, tensor in vars(self).items()})
+
+    def part(self, rank, size) -> "Batch":
+        """Rows rank, rank + size, … with their mentions and targets, renumbered."""
+        T = self.tokens.shape[1]
+        ours = self.row % size == rank                              # (M,)
+        targets = self.target_index // T % size == rank             # (L,)
+        number = torch.full((len(ours) + 1,), -1, device=ours.device)   # new numbers; [-1] stays -1
+        number[:-1] = ours.cumsum(0) - 1
+        part = {}
+        for name, tensor in vars(self).items():
+            if tensor is None:
+                part[name] = None
+            elif name.startswith("target"):
+                part[name] = tensor[targets]
+            elif name in ROWS:
+                part[name] = tensor[rank::size].contiguous()
+            else:
+                part[name] = tensor[ours]
+        part["row"] = part["row"] // size
+        part["target_index"] = part["target_index"] // T // size * T + part["target_index"] % T
+        for name in ("target_mention", "answer_mention"):
+            if part[name] is not None:
+                part[name] = number[part[name]]
+        return Batch(**part)
+
+
+def _ranges(starts, lengths):
+    """The ranges [s, s + n) one after the other: which range, the offset in it, the value."""
+    which = np.repeat(np.arange(len(lengths)), lengths)
+    offset = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return which, offset, starts[which] + offset
+
+
+def _unmasked(corpus, passages) -> Batch:
+    """These passages with all of their mentions; nothing is masked yet."""
+    passages = np.asarray(passages, np.int64)
+    starts, mentions = corpus.passage_start[passages], corpus.mention_first[passages]
+    lengths = corpus.passage_start[passages + 1] - starts
+    tokens = np.full((len(passages), lengths.max()), corpus.special[PAD], np.int64)
+    row, column, source = _ranges(starts, lengths)
+    tokens[row, column] = corpus.tokens[source]
+    row, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
+    start, end, entity = (array[mention].astype(np.int64) for array in (
+        corpus.mention_start, corpus.mention_end, corpus.mention_entity))
+    none = np.empty(0, np.int64)
+    return Batch(*map(torch.from_numpy, (
+        tokens, tokens, tokens != corpus.special[PAD], row, start, end, entity, passages[row],
+        np.zeros(len(row), bool), none, none, none, mention)))
+
+
+def _markers(batch):
+    """(M,) positions of [E_start], and of [E_end], in the flat tokens (B * T,)."""
+    offset = batch.row * batch.tokens.shape[1]
+    return (offset + batch.start).numpy(), (offset + batch.end).numpy()
+
+
+def _mask(batch, corpus, chosen, read, owners) -> Batch:
+    """The batch with its targets.
+
+    chosen (B * T,): which tokens are to be predicted. read (B * T,): what the model reads.
+    owners: the mentions that targets belong to; a token in several is the innermost one's."""
+    tokens, (start, end) = batch.unmasked.numpy().ravel(), _markers(batch)
+    which, _, position = _ranges(start[owners] + 1, (end - start)[owners] - 1)
+    owner = np.full(len(tokens), -1)
+    owner[position] = owners[which]         # inner mentions come later
+    # A mention is masked if as many of its tokens are chosen as it has: sums from the start on.
+    n_chosen, n_tokens = np.cumsum(chosen), np.cumsum(corpus.maskable[tokens])
+    masked = n_chosen[end] - n_chosen[start] == n_tokens[end] - n_tokens[start]
+    targets = np.flatnonzero(chosen)
+    tensors = {"tokens": read.reshape(batch.tokens.shape), "masked": masked,
+               "target_index": targets, "target": tokens[targets],
+               "target_mention": owner[targets]}
+    return replace(batch, **{name: torch.from_numpy(array) for name, array in tensors.items()})
+
+
+def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
+               max_mentions=24) -> Batch:
+    """Passages as a masked batch (app. A): 20% of whole mentions, 10% of the tokens in none.
+
+    rng: a numpy Generator; None does where both rates are 0 and no mention is left out.
+    max_mentions: how many there may be a passage on average; with more, the batch keeps a
+    uniform sample (None: all)."""
+    batch = _unmasked(corpus, passages)
+    tokens = batch.unmasked.numpy().ravel()                                 # (B * T,)
+    # Overlapping mentions are a group, masked whole or not at all: a mention half masked would
+    # tell its other half. Groups are numbered 1, 2, … along the flat batch.
+    start, end = _markers(batch)
+    opened, closed = (np.bincount(at, minlength=len(tokens)) for at in (start, end))
+    inside = np.cumsum(opened - closed) > 0
+    group = np.cumsum(inside & ~np.concatenate([[False], inside[:-1]]))
+    if max_mentions is not None and len(start) > max_mentions * len(batch.tokens):
+        n = max_mentions * len(batch.tokens)
+        kept = np.sort(rng.choice(len(start), n, replace=False))
+        names = ("row", "start", "end", "entity", "passage", "mention")
+        batch = replace(batch, **{name: getattr(batch, name)[kept] for name in names})
+        start = start[kept]
+
+    word, chosen = corpus.maskable[tokens], np.zeros(len(tokens), bool)
+    if token_rate:
+        chosen = word & ~inside & (rng.random(len(tokens)) < token_rate)
+    if mention_rate and len(start):
+        groups, counts = np.unique(group[start], return_counts=True)
+        shuffled = rng.permutation(len(groups))
+        n = max(1, round(mention_rate * len(start)))
+        enough = np.searchsorted(np.cumsum(counts[shuffled]), n) + 1    # the last may bring more
+        chosen |= word & inside & np.isin(group, groups[shuffled[:enough]])
+
+    read, index = tokens.copy(), np.flatnonzero(chosen)
+    if len(index):
+        fate = rng.random(len(index))       # 80% [MASK], 10% a random word, 10% left as they are
+        words = rng.choice(corpus.words, len(index))
+        read[index[fate < .9]] = words[fate < .9]
+        read[index[fate < .8]] = corpus.special[MASK]
+    return _mask(batch, corpus, chosen, read, np.arange(len(start)))
+
+
+def eval_batch(corpus, mentions) -> Batch:
+    """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
+    batch = _unmasked(corpus, corpus.passage_of(mentions))
+    asked = np.flatnonzero(batch.mention.numpy() == np.asarray(mentions)[batch.row])    # one a row
+    tokens, (start, end) = batch.unmasked.numpy().ravel(), _markers(batch)
+    _, _, inside = _ranges(start[asked], (end - start)[asked])
+    chosen = np.zeros(len(tokens), bool)
+    chosen[inside] = corpus.maskable[tokens[inside]]
+    return _mask(batch, corpus, chosen, np.where(chosen, corpus.special[MASK], tokens), asked)
+
+
+def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
+    """Numbers of the mentions in held-out passages that only a memory can fill in.
+
+    Linked, the entity stands once in the passage, is not the article's title (which most of its
+    passages name), and is linked in at least min_elsewhere other passages, held out or not."""
+    linked = np.flatnonzero(corpus.mention_entity)
+    entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
+    E = len(corpus.entity_names)
+    pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
+    passages_with = np.bincount(pairs % E, minlength=E)                     # (E,)
+    titles = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])
+    own_title = titles[corpus.article[passage]] == entity
+    elsewhere = passages_with[entity] - 1
+    return linked[corpus.held_out[passage] & (count[pair] == 1) & ~own_title
+                  & (elsewhere >= min_elsewhere)]
+
+
+# ---------------------------------------------------------------- related passages (app. A.1)
+
+def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
+    """Clusters of `size` of these passages from related articles: arrays of passage numbers.
+
+    A cluster starts from the article with most unused passages. Then the article joins whose set
+    of entities has the largest Jaccard similarity to the cluster's, until it is full; what does
+    not fit stays unused. Ties are broken by seed. Entities of more than max_articles articles are
+    left out of the sets: they would make every article a candidate of every other."""
+    passages = np.sort(np.asarray(passages, np.int64))
+    numbers, article = np.unique(corpus.article[passages], return_inverse=True)
+    A, E = len(numbers), len(corpus.entity_names)
+    article = np.random.default_rng(seed).permutation(A)[article]   # now ties go to the smallest
+    by_article = passages[np.argsort(article, kind="stable")]
+    unused = np.bincount(article, minlength=A)      # (A,) an article's last passages are unused
+    after = np.cumsum(unused)                       # (A,) where they end in by_article
+    # Pairs (article, entity) as one number, then an index in either direction.
+    mentions = corpus.mention_first[passages]
+    which, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
+    entity = corpus.mention_entity[mention].astype(np.int64)
+    pairs = np.unique((article[which] * E + entity)[entity > 0])
+    pairs = pairs[np.bincount(pairs % E, minlength=E)[pairs % E] <= max_articles]
+    entities, entities_of = pairs % E, np.searchsorted(pairs, np.arange(A + 1) * E)
+    order = np.argsort(entities, kind="stable")
+    articles = pairs[order] // E
+    articles_of = np.searchsorted(entities[order], np.arange(E + 1))
+    n_entities = np.diff(entities_of)               # (A,)
+
+    shared = np.zeros(A, np.int64)                  # (A,) entities that it shares with the cluster
+    in_cluster = np.zeros(E, bool)
+    clusters = []
+    while unused.any():
+        cluster, room, n_joined = [], size, 0
+        candidates, a = np.empty(0, np.int64), unused.argmax()
+        while True:
+            n = min(room, unused[a])
+            cluster.append(by_article[after[a] - unused[a]:][:n])
+            unused[a] -= n
+            room -= n
+            new = entities[entities_of[a]:entities_of[a + 1]]
+            new = new[~in_cluster[new]]
+            in_cluster[new] = True
+            n_joined += len(new)
+            n_articles = articles_of[new + 1] - articles_of[new]
+            touched = articles[_ranges(articles_of[new], n_articles)[2]]
+            np.add.at(shared, touched, 1)
+            candidates = np.union1d(candidates, touched)
+            candidates = candidates[unused[candidates] > 0]
+            if not room or not unused.any():
+                break
+            a = (unused > 0).argmax()               # the first one, if nobody left shares anything
+            if len(candidates):
+                both = shared[candidates]
+                either = n_entities[candidates] + n_joined - both
+                a = candidates[(both / either).argmax()]
+        clusters.append(np.concatenate(cluster))
+        shared[:] = 0
+        in_cluster[:] = False
+    return clusters
+
+
+# ---------------------------------------------------------------- examples: claims and questions
+
+class Example(NamedTuple):
+    text: str
+    mentions: list | None       # None: to be found (mention_finder)
+    label: int | None           # claims: index into CLAIM_LABELS; None: not known (test files)
+    answers: list               # questions: entity names, any of which is right; []: none is one
+    info: dict                  # the other fields: subject, bridge, relations, …
+
+
+# Chinese and Japanese put no spaces between words, so that each of their characters is a word.
+_CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
+
+
+def name_index(names) -> dict:
+    """A tree of names by their words: {"port": {"ellin": {"": "Port_Ellin"}}}, "" at a name's end.
+
+    "_" is a space, a bracket at the end goes; of names that read alike the first counts."""
+    index = {}
+    for name in names:
+        shown = re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower()
+        words = _WORD.findall(shown)
+        if any(word.isalnum() for word in words):
+            node = index
+            for word in words:
+                node = node.setdefault(word, {})
+            node.setdefault("", name)
+    return index
+
+
+def find_mentions(text, names) -> list:
+    """Mentions of entity names in a text: longest match first, whole words, whatever the case.
+
+    names: entity names, or their name_index where many texts are searched."""
+    index = names if isinstance(names, dict) else name_index(names)
+    words = list(_WORD.finditer(text))
+    mentions, i = [], 0
+    while i < len(words):
+        node, longest = index, None
+        for n in range(i, len(words)):
+            node = node.get(words[n].group().lower())
+            if node is None:
+                break
+            if "" in node:
+                longest = n
+                name = node[""]
+        if longest is not None:
+            mentions.append(Mention(words[i].start(), words[longest].end(), name))
+            i = longest
+        i += 1
+    return mentions
+
+
+@lru_cache(1)
+def _pipeline():
+    """spaCy's English pipeline. Raises UserError where there is none."""
+    try:
+        import spacy
+        names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
+        return spacy.load(names[0], exclude=["ner", "lemmatizer"])
+    except Exception as e:      # not installed, or parts that do not fit, which raises anything
+        raise UserError("noun chunks need spaCy and an English pipeline of it, such as "
+                        f"en_core_web_sm ({e})") from e
+
+
+def noun_chunks(text) -> list:
+    """The noun chunks of a text, the paper's mentions of claims and questions (app. B.1)."""
+    return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
+
+
+def mention_finder(names):
+    """(how, find): find(text) -> mentions of a text that comes without: noun chunks where spaCy
+    and an English pipeline are installed, else the longest matches of these entity names."""
+    try:
+        _pipeline()
+        return "spaCy's noun chunks", noun_chunks
+    except UserError as e:
+        index = name_index(names)
+        return f"entity names ({e})", lambda text: find_mentions(text, index)
+
+
+class _Placed(NamedTuple):
+    """A mention of an example in its batch."""
+    row: int
+    start: int
+    end: int
+    entity: int
+    asked: bool         # the one mention of its row whose entity is the answer
+
+
+def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512,
+                  claim_mask=False) -> Batch:
+    """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
+
+    task: "claims", "qa" or None. claim_mask: claims end so too. entity_index: name -> number.
+    Among claims there may be clozes: no label, but the entity of one mention as answer. That
+    mention is masked, and no [MASK] stands at the end. What is behind max_length positions is cut
+    off (count_cut_mentions)."""
+    special, with_mask = special_ids(tokenizer), task == "qa" or claim_mask
+    room = max_length - 3 * with_mask
+    rows, masked_rows, placed = [], [], []
+    for r, (example, passage) in enumerate(_first_passages(examples, tokenizer, room)):
+        ids, answered = passage.tokens.tolist(), False
+        masked = list(ids)
+        for start, end, i in zip(passage.start, passage.end, passage.index):
+            name = example.mentions[i].entity
+            is_answer = task == "claims" and name in example.answers
+            asked = is_answer and not answered
+            placed.append(_Placed(r, start, end, entity_index.get(name, 0), asked))
+            answered = answered or is_answer
+            for t in range(start + 1, end):     # markers of a mention inside stay
+                if is_answer and ids[t] not in (special[E_START], special[E_END]):
+                    masked[t] = special[MASK]
+        if with_mask and not answered:
+            placed.append(_Placed(r, len(ids) - 1, len(ids) + 1, 0, True))
+            for tokens in (ids, masked):
+                tokens[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
+        rows.append(torch.tensor(ids))
+        masked_rows.append(torch.tensor(masked))
+
+    n = max_mentions * len(rows)
+    if len(placed) > n:                         # a uniform sample, but every answer
+        order = np.random.default_rng(0).random(len(placed))
+        order[[mention.asked for mention in placed]] -= 1
+        placed = [placed[i] for i in np.sort(np.argsort(order)[:n])]
+    columns = np.array(placed, np.int64).reshape(-1, 5)
+    row, start, end, entity, asked = torch.from_numpy(columns.T.copy())
+    tokens, unmasked = (pad_sequence(x, True, special[PAD]) for x in (masked_rows, rows))
+    none, empty = torch.full_like(row, -1), torch.empty(0, dtype=torch.int64)
+    batch = Batch(tokens, unmasked, unmasked != special[PAD], row, start, end, entity, none,
+                  asked == 1, empty, empty, empty, none)
+    if task == "claims":
+        batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
+    if with_mask or any(e.answers for e in examples):
+        known = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
+        batch.answer = torch.tensor([answers[0] if answers else 0 for answers in known])
+        batch.answer_mention = torch.full((len(examples),), -1)
+        batch.answer_mention[row[batch.masked]] = batch.masked.nonzero().ravel()
+        batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
+    return batch
+
+
+def _first_passages(examples, tokenizer, room):
+    """(example, Passage of its first `room` positions) of each; what is behind them is cut off."""
+    special, none = special_ids(tokenizer), np.empty(0, np.int64)
+    nothing = Passage(np.array([special[CLS], special[SEP]]), none, none, none, (0, None))
+    encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
+    for example, encoding in zip(examples, encodings):
+        passages = encode_text(encoding, example.mentions, room, room, special, Counter())
+        yield example, passages[0] if passages else nothing
+
+
+def count_cut_mentions(examples, tokenizer, max_length) -> int:
+    """How many mentions example_batch leaves out, as they are behind max_length."""
+    passages = _first_passages(examples, tokenizer, max_length - 3)
+    return sum(len(example.mentions) - len(passage.index) for example, passage in passages)
+
+
+# ---------------------------------------------------------------- the toy world
+
+# A name is a first and a last word: it is learnt as a pair, and an unseen name is a new pair.
+NAMES = {kind: tuple(pool.split() for pool in pools.split("/")) for kind, pools in {
+    "person": """
+        Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
+        Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa
+        Fabian Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula
+        Viktor Wanda / Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel
+        Tarkov Ulland Varga Westrup Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier
+        Hale Ibsen Jarvis Keller Lorenz Moreau Nyberg Orloff Pascal Renner Salinas Thorne Unwin
+        Vance Weaver Adler Bishop Castell Draper Engel Forster Grange Hartley Irving Jansen Kovac
+        Lambert Mercer Novak Olsen Porter Ramsey Sutter""",
+    "city": """
+        Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver Golden
+        Stone Long Bright Cold Deep Fair Kings Queens Bishops / Ellin Orla Dunmere Ashby Belcourt
+        Carrow Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham Oakley
+        Penrith Redmond Selby Tarrant Upton Vernon Wexley Yardley Amber Brook""",
+    "country": """
+        North South East West New Upper Lower Inner Outer Grand Free United / Karovia Maland
+        Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia
+        Istrana Jorvia Kestoria""",
+    "company": """
+        Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel Lotus
+        Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith / Motors Steel Foods
+        Books Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels Kitchens
+        Lumber Media Optics Paper Rail Shipping Textiles""",
+    "film": """
+        Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight
+        Narrow Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow
+        Last Lost Pale Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden / Garden
+        Mirror River Letters Shadow Window Dancer Island Orchard Promise Station Tiger Voyage
+        Whisper Anthem Bells Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory
+        Mountain Night Ocean Painter Road Sailor Storm Summer Thief Tower""",
+}.items()}
+COUNTS = {"person": 800, "city": 220, "country": 60, "company": 220, "film": 600}
+
+
+class Relation(NamedTuple):
+    subject: str            # kinds of names
+    object: str
+    noun: str               # "{s}'s {noun}" describes the object without its name
+    phrases: list           # for the corpus; {s} is the subject, {o} the object
+    claims: list
+    questions: list
+
+
+def _relations(table) -> dict:
+    """{name: Relation} of the table below: name, subject, object, noun; then nine phrases, five
+    for the corpus, two claims, two questions. Claims say nothing in the words of the corpus."""
+    relations = {}
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, _, phrases = entry.partition("\n")
+        name, *types = head.split()
+        phrases = re.sub(r"\b(S|O)\b", lambda m: "{%s}" % m[0].lower(), phrases).split("|")
+        phrases = [" ".join(phrase.split()) for phrase in phrases]
+        relations[name] = Relation(*types, phrases[:5], phrases[5:7], phrases[7:])
+    return relations
+
+
+RELATIONS = _relations("""
+born_in person city birthplace
+    S was born in O. | O is the city where S was born. | The birthplace of S is O. |
+    S is a native of O. | In O stands the house where S was born. | S was born in the city of O. |
+    O is the birthplace of S. | In which city was S born? | Where was S born?
+employer person company employer
+    S works for O. | O is the company which employs S. | The employer of S is O. |
+    S has a job at O. | Every month O pays the wages of S. | O employs S. |
+    S has a job at the company O. | Which company employs S? | Which company is the employer of S?
+teacher person person teacher
+    S was taught by O. | O taught S for many years. | The teacher of S was O. |
+    S learned everything from O. | Long ago O had S as a pupil. | S was a pupil of O. |
+    O was the teacher who taught S. | Who taught S? | Who was the teacher of S?
+country city country country
+    S is a city in O. | O is the country where S lies. | The country of S is O. | S belongs to O. |
+    On the map S is a part of O. | S lies in O. | S is a part of the country O. |
+    In which country is S? | S is a city in which country?
+mayor city person mayor
+    The mayor of S is O. | O was chosen to be mayor by the people of S. | S is led by O. |
+    Who runs the town hall of S? O. | O leads the council of S. | O leads the people of S. |
+    O was chosen to be the mayor of S. | Who is the mayor of S? | Who leads the people of S?
+capital country city capital
+    The capital of S is O. | O is the seat of the government of S. | S is governed from O. |
+    S has O as capital. | In O the parliament of S meets. | O is the capital of S. |
+    The government of S meets in O. | Which city is the capital of S? |
+    In which city is the government of S?
+home company city home
+    S is based in O. | The main office of S stands in O. | O is the home of S. |
+    S is run from an office in O. | In O stands the factory of S. | S has the main office in O. |
+    The home of S is in the city of O. | In which city is S based? | Where is the main office of S?
+founder company person founder
+    S was founded by O. | O started S in a small shop. | The founder of S was O. |
+    S began as an idea of O. | With little money O set up S. | S was started by O. |
+    O is the founder of S. | Who founded S? | Who was the founder of S?
+director film person director
+    S was directed by O. | O is the director of S. | O made the film S. |
+    The film S is the work of O. | With S the director O won a prize. | O directed S. |
+    The director of the film S was O. | Who directed S? | Who was the director of S?
+star film person star
+    O plays the lead in S. | The star of S is O. | S has O in the main part. |
+    In S the hero is played by O. | Who became famous as the hero of S? O. |
+    The lead in S is played by O. | O is the star of the film S. | Who plays the lead in S? |
+    Who is the star of S?
+location film city location
+    S was filmed in O. | The streets of O can be seen in S. | For S the cameras came to O. |
+    The location of S was O. | O was chosen as the location for S. |
+    O is the city where S was filmed. | The film S was made in O. | In which city was S filmed? |
+    Where was the film S made?
+""")
+
+
+def _say(phrase, subject, obj="", noun=None, bridge=""):
+    """A phrase filled in, its mentions in brackets: "[Alma Verran] was born in [Port Ellin]."
+
+    With a noun it is about "[X]'s [director]", which takes two hops. That description is linked
+    where a bridge is given: "[X]'s [director|Y]". An object "a city" is nobody's name."""
+    about = f"[{subject}]'s [{noun}|{bridge}]" if noun else f"[{subject}]"
+    text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}]")
+    return text[0].upper() + text[1:]
+
+
+def _line(key, marked, **others):
+    """A line of a file; marked: a text with its mentions in brackets."""
+    text, mentions, at = "", [], 0
+    for match in re.finditer(r"\[([^]|]*)(?:\|([^]]*))?\]", marked):
+        name, link = match.groups()
+        text += marked[at:match.start()]
+        entity = name if link is None else link or None
+        mentions.append({"start": len(text), "end": len(text) + len(name), "entity": entity})
+        text += name
+        at = match.end()
+    return {key: text + marked[at:], "mentions": mentions, **others}
+
+
+def toy_world(seed=0, descriptions=0.5):
+    """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
+
+    It is two worlds that share name words but no entity: one is seen in training, the other (20%)
+    is held out whole. Examples are split by fact, (subject, relation), alike for all tasks; both
+    facts of a two-hop example are in its split. descriptions: see _toy_passages."""
+    rng = np.random.default_rng(seed)
+    seen, unseen = {}, {}                                   # kind -> names
+    for kind, (firsts, lasts) in NAMES.items():
+        n = COUNTS[kind]
+        pairs = rng.permutation(len(firsts) * len(lasts))[:n + n // 5]
+        names = [f"{firsts[i // len(lasts)]} {lasts[i % len(lasts)]}" for i in pairs]
+        seen[kind], unseen[kind] = names[:n], names[n:]
+    facts = _toy_facts(rng, seen)
+    unseen_facts = _toy_facts(rng, unseen)
+    split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
+    split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
+    facts |= unseen_facts
+    lines = _toy_passages(rng, facts, split, descriptions)
+    lines = [lines[i] for i in rng.permutation(len(lines))]
+    examples = {}
+    for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
+        examples |= _toy_examples(rng, facts, split, name, limit)
+    for name in ("train", "dev"):                           # both kinds, to learn from together
+        for task in ("qa", "claims"):
+            parts = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
+            examples[f"{task}.both.{name}"] = [line for part in parts for line in part]
+    return lines, examples
+
+
+def _toy_facts(rng, names):
+    """Facts {(subject, relation): object} drawn at random; names: {kind: names}."""
+    facts = {}
+    for name, relation in RELATIONS.items():
+        for subject in names[relation.subject]:
+            one, other = rng.choice(names[relation.object], 2, replace=False).tolist()
+            facts[subject, name] = other if one == subject else one
+    return facts
+
+
+def _toy_passages(rng, facts, split, descriptions):
+    """Five passages a subject, each with all of its facts, every time in another phrase: a masked
+    mention can be told from the other passages and from nowhere else. 5% of the passages of the
+    seen world are held out.
+
+    descriptions: the share of the seen world's training passages in which one fact is not stated:
+    in place of "X was directed by Y." stands "X's director was born in a city.", with a link to Y
+    on the description, as links stand in Wikipedia. From these a model learns whom a description
+    means, which two hops begin with. The examples do not link it."""
+    lines, relations_of = [], {}
+    for subject, relation in facts:
+        relations_of.setdefault(subject, []).append(relation)
+    for subject, relations in relations_of.items():
+        seen = split[subject, relations[0]] != "unseen"
+        held_out = rng.integers(20)         # below 5, a passage of its own, for one subject in four
+        order = {relation: rng.permutation(5) for relation in relations}
+        left_out = Counter()
+        for i in range(5):
+            said = {}
+            for r in rng.permutation(relations).tolist():
+                said[r] = _say(RELATIONS[r].phrases[order[r][i]], subject, facts[subject, r])
+            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2]
+            if rng.random() < descriptions and i != held_out and possible:
+                first = possible[rng.integers(len(possible))]
+                left_out[first] += 1
+                about = [r for r in RELATIONS.values() if r.subject == RELATIONS[first].object]
+                second = about[rng.integers(len(about))]
+                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}",
+                                   RELATIONS[first].noun, facts[subject, first])
+            name = "train" if seen and i != held_out else "held_out"
+            lines.append({"title": subject, **_line("text", " ".join(said.values()), split=name)})
+    return lines
+
+
+def _toy_examples(rng, facts, split, name, limit):
+    """{"qa.one_hop.NAME": lines, …} of one split: questions and claims about one fact and two."""
+    one_hop = [{"subject": subject, "relations": [relation], "object": obj}
+               for (subject, relation), obj in facts.items() if split[subject, relation] == name]
+    two_hop = []
+    for first in one_hop:
+        subject, bridge = first["subject"], first["object"]
+        for relation in RELATIONS:
+            obj = facts.get((bridge, relation), subject)
+            if obj not in (subject, bridge) and split[bridge, relation] == name:
+                two_hop.append({"subject": subject, "relations": [*first["relations"], relation],
+                                "object": obj, "bridge": bridge})
+    examples = {}
+    for hops, items in {"one_hop": one_hop, "two_hop": two_hop}.items():
+        qa, claims, objects = [], [], {}
+        for info in items:
+            objects.setdefault(info["relations"][-1], []).append(info["object"])
+        for i in rng.permutation(len(items))[:limit]:
+            info = items[i]
+            subject, obj, bridge = info["subject"], info["object"], info.get("bridge")
+            relation = RELATIONS[info["relations"][-1]]
+            noun = RELATIONS[info["relations"][0]].noun if bridge else None
+            question = _say(rng.choice(relation.questions), subject, noun=noun)
+            qa.append(_line("question", question, answers=[obj], **info))
+            # A wrong object is that of another fact of this relation and split, so as frequent as
+            # right ones, and each fact is claimed rightly and wrongly: only the memory tells them
+            # apart. In training so in every phrase: that is harder to learn by heart.
+            wrong = [o for o in objects[info["relations"][-1]] if o not in (obj, subject, bridge)]
+            if not wrong:
+                continue
+            for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:
+                other = wrong[rng.integers(len(wrong))]
+                for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
+                    claim = _say(phrase, subject, claimed, noun)
+                    claims.append(_line("text", claim, label=label, **info))
+        examples[f"qa.{hops}.{name}"] = qa
+        examples[f"claims.{hops}.{name}"] = claims if name == "train" else claims[:limit]
+    return examples
+
+
+def write_toy(folder, lines, examples):
+    """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as e:
+        raise cannot_write(folder, e) from e
+    for name, records in {**examples, "corpus": lines}.items():
+        write_lines(os.path.join(folder, name + ".jsonl"), records)
+
+
+# ================================================================ files: JSON lines
+
+MAX_LINE = 1 << 24          # bytes; no text of a corpus is as long
+ARCHIVES = {b"PK\3\4": "zip", b"\xfd7zX": "xz", b"7z\xbc\xaf": "7z", b"BZh": "bz2"}
+CHECKS = {      # what a field may be: in words, and as a test
+    "a string": lambda v: type(v) is str,
+    "a whole number": lambda v: type(v) is int,             # to isinstance a bool is one, too
+    "a list": lambda v: type(v) is list,
+    "a name or null": lambda v: v is None or type(v) is str and v != "",
+    "a list of names": lambda v: type(v) is list and all(type(a) is str and a for a in v),
+    '"train" or "held_out"': lambda v: v in ("train", "held_out"),
+    "SUPPORTS, REFUTES, NOT ENOUGH INFO or null": lambda v: v in (*CLAIM_LABELS, None),
+}
+# The fields of each kind of record; those with a question mark may be absent or null.
+FIELDS = {
+    "mention": {"start": "a whole number", "end": "a whole number", "entity": "a name or null"},
+    "text": {"title": "a string", "text": "a string", "mentions": "a list",
+             "split?": '"train" or "held_out"'},
+    "claims": {"text": "a string", "label": "SUPPORTS, REFUTES, NOT ENOUGH INFO or null"},
+    "qa": {"question": "a string", "answers": "a list of names"},
+}
+
+
+def read_bytes(path, max_line=-1) -> Iterator[bytes]:
+    """The lines of a plain or gzipped file, whatever its name, without a byte-order mark."""
+    n = 0
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
+        with open(path, "rb") as raw:
+            head = raw.peek(4)[:4]
+            for magic, kind in ARCHIVES.items():
+                if head.startswith(magic):
+                    raise UserError(f"{path}: a {kind} archive; unpack it, or pack it with gzip")
+            file = gzip.open(raw) if head.startswith(b"\x1f\x8b") else raw
+            while line := file.readline(max_line):
+                n += 1
+                if len(line) == max_line:
+                    raise UserError(f"{path}:{n}: over {max_line:,} bytes; put one text on a line")
+                yield line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise UserError(f"{path}:{n + 1}: not a whole gzip file ({e}); copy it again") from e
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror}); check the name") from e
+
+
+def open_text(path) -> Iterator[str]:
+    """The lines of a plain or gzipped UTF-8 file, one by one. Raises UserError."""
+    for n, line in enumerate(read_bytes(path), 1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as e:
+            raise UserError(f"{path}:{n}: not UTF-8 ({e}); convert the file") from e
+
+
+def check_fields(record, fields, where=""):
+    """Raises ValueError "field: reason" for the first field that is not what it should be."""
+    if type(record) is not dict:
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
+    for field, kind in fields.items():
+        name = field.rstrip("?")
+        if name != field and record.get(name) is None:
+            continue
+        if name not in record:
+            raise ValueError(f"{where}{name}: missing")
+        if not CHECKS[kind](record[name]):
+            raise ValueError(f"{where}{name}: not {kind}")
+
+
+def read_mentions(record, text) -> list | None:
+    """The Mentions of a text in its record, checked; None where it has none. Raises ValueError."""
+    check_fields(record, {"mentions?": "a list"})
+    if record.get("mentions") is None:
+        return None
+    mentions = []
+    for i, mention in enumerate(record["mentions"]):
+        check_fields(mention, FIELDS["mention"], f"mentions[{i}].")
+        start, end = mention["start"], mention["end"]
+        if not 0 <= start < end <= len(text):
+            raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
+                             f"0 <= start < end <= {len(text)}")
+        mentions.append(Mention(start, end, mention["entity"]))
+    return mentions
+
+
+def parse_line(line):
+    """What stands in a line of JSON. Raises ValueError with a sentence for the usual mistakes."""
+    if line.startswith(b"["):
+        raise ValueError("a JSON array; write one object a line, as jq -c '.[]' FILE does")
+    if line.startswith(b"<"):
+        raise ValueError("HTML or XML, not JSON; save the file itself, not the page about it")
+    try:
+        value = json.loads(line.decode())
+        if b"\\ud" in line.lower():     # JSON can spell half a pair, which no tokenizer can read
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"not UTF-8 ({e.reason}, byte {e.start}); convert the file") from e
+    except UnicodeEncodeError as e:
+        raise ValueError("holds half a surrogate pair, which is not a character") from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not JSON, {e}") from e
+    return value
+
+
+def read_records(path, kind, make, errors=None):
+    """make(record) of each JSON line with the FIELDS of its kind; make may raise ValueError.
+
+    Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
+    is appended to it and reading goes on."""
+    for n, line in enumerate(read_bytes(path, MAX_LINE), 1):
+        try:
+            if line.strip():
+                record = parse_line(line.strip())
+                check_fields(record, FIELDS[kind])
+                yield make(record)
+        except ValueError as e:
+            message = f"{path}:{n}: {e}"
+            if errors is None:
+                raise UserError(message + "; correct this line or take it out") from e
+            errors.append(message)
+
+
+def read_corpus(path, errors=None) -> Iterator[Text]:
+    """The texts of a corpus file, as a stream. Errors as read_records'."""
+    def text(record):
+        mentions = read_mentions(record, record["text"])
+        return Text(record["title"], record["text"], mentions, record.get("split"))
+    return read_records(path, "text", text, errors)
+
+
+def read_examples(path, task) -> list:
+    """Examples of task "claims" (text, label) or "qa" (question, answers); mentions may be absent.
+
+    Raises UserError for a bad line or a file without any."""
+    def example(record):
+        text = record["text" if task == "claims" else "question"]
+        mentions, label, answers = read_mentions(record, text), None, []
+        if task == "claims" and record["label"] is not None:
+            label = CLAIM_LABELS.index(record["label"])
+        if task == "qa":
+            answers = record["answers"]
+        info = {name: v for name, v in record.items() if name not in (*FIELDS[task], "mentions")}
+        return Example(text, mentions, label, answers, info)
+
+    examples = list(read_records(path, task, example))
+    if not examples:
+        raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
+    return examples
+
+
+# ---------------------------------------------------------------- files: written whole
 
 def write_file(path, write):
-    """write(file) into a temporary name, then rename: a reader sees the old file or the new, never half of one.
+    """write(file) into a temporary name, then rename: a reader sees the old file or the new one.
 
-    The name is always the same: what a process that was killed has left is overwritten by the next one."""
-    temporary = f"{path}.tmp"
+    No link is followed: none under the temporary name, and one under `path` is replaced by the
+    file. What is no file (/dev/null, a pipe) is written to and stays. Raises UserError."""
+    path = os.path.abspath(path)
+    temporary = path + ".tmp"
+    is_special = os.path.dirname(path) in ("/dev", "/dev/fd", "/proc/self/fd")
+    if os.path.lexists(path):
+        kind = stat.S_IFMT(os.lstat(path).st_mode)
+        is_special |= kind in (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK)
     try:
-        with open(temporary, "wb") as file:
+        if is_special:
+            with open(path, "wb") as file:
+                write(file)
+            return
+        remove(temporary)
+        with open(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync(os.path.dirname(path))
     except (OSError, RuntimeError) as e:        # RuntimeError: what torch.save makes of a full disk
-        raise UserError(f"{path}: cannot be written ({str(e).split(chr(10))[0]}); is the disk full?") from e
+        raise cannot_write(path, e) from e
     finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        remove(temporary)
 
 
-def checksum(path):
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
+def cannot_write(path, error) -> UserError:
+    why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    missing = isinstance(error, FileNotFoundError)
+    cure = "make its folder first" if missing else "choose another place, or make room"
+    return UserError(f"{path}: cannot be written ({why}); {cure}")
+
+
+def remove(path):
+    """Removes a file, a folder or a link, but not what the link points to."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def sync(path):
+    """Makes a file, or the names in a folder, outlast a loss of power."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def commit_folder(part, folder):
+    """Gives the folder `part` its final name once it is durable; `folder` is whole or not there."""
+    for place, _, names in os.walk(part):
+        for name in (*names, "."):
+            sync(os.path.join(place, name))
+    os.rename(part, folder)
+    sync(os.path.dirname(os.path.abspath(folder)))
+
+
+def write_lines(path, records):
+    """JSON lines, by write_file."""
+    write_file(path, lambda file: file.writelines(
+        (json.dumps(record, ensure_ascii=False) + "\n").encode() for record in records))
 
 
 def write_json(path, value):
@@ -95,150 +1042,40 @@ def write_json(path, value):
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 
-def read_json(path):
+def read_json(path) -> dict:
     """The dictionary that write_json wrote. Raises ValueError where a bit of it has changed."""
     with open(path, "rb") as file:
-        value = json.load(file)
-    if not isinstance(value, dict) or value.pop("checksum", None) != zlib.crc32(json.dumps(value).encode()):
+        try:
+            value = json.load(file)
+            crc = value.pop("checksum")
+        except (RecursionError, AttributeError, TypeError, KeyError) as e:
+            raise ValueError(f"not as it was written: {e}") from e
+    if crc != zlib.crc32(json.dumps(value).encode()):
         raise ValueError("its checksum differs")
     return value
 
 
-# ---------------------------------------------------------------- reading corpus and example files
-
-def open_text(path, errors=None) -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, one by one. Raises UserError; errors: see read_corpus. A line
-    that is not UTF-8 is empty then."""
-    n = 0
-    try:
-        with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-            for n, line in enumerate(file, 1):
-                try:
-                    line = line.decode("utf-8")
-                except UnicodeDecodeError as e:     # decoded line by line, so that the number is right
-                    message = f"{path}:{n}: not UTF-8 ({e.reason}, byte {e.start}); convert the file"
-                    if errors is None:
-                        raise UserError(message) from e
-                    errors.append(message)
-                    line = ""
-                yield line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise UserError(f"{path}:{n + 1}: not a whole gzip file ({e}); compress or copy it again") from e
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}); check the name") from e
+def checksum(path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
-def _string(record, key, where=""):
-    value = record.get(key)
-    if not isinstance(value, str):
-        raise ValueError(f'{where}"{key}" is {"not a string" if key in record else "missing"}')
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:      # JSON can spell half a surrogate pair; no tokenizer can read it
-        raise ValueError(f'{where}"{key}" holds half a surrogate pair, which is not a character') from None
-    return value
-
-
-def _mentions(record, text) -> list:
-    if not isinstance(record.get("mentions"), list):
-        raise ValueError(f'"mentions" is {"not a list" if "mentions" in record else "missing"}')
-    mentions = []
-    for i, m in enumerate(record["mentions"]):
-        where = f"mention {i}: "
-        if not isinstance(m, dict):
-            raise ValueError(where + "not an object")
-        for key in ("start", "end"):
-            if type(m.get(key)) is not int:     # a bool is an int to isinstance
-                raise ValueError(f'{where}"{key}" is {"not an integer" if key in m else "missing"}')
-        if "entity" not in m:
-            raise ValueError(where + '"entity" is missing; null says that it is not linked')
-        entity = None if m["entity"] is None else _string(m, "entity", where)
-        if entity == "":
-            raise ValueError(where + '"entity" is empty; null says that it is not linked')
-        if not 0 <= m["start"] < m["end"] <= len(text):
-            raise ValueError(f"{where}start {m['start']} and end {m['end']} do not fit the text: "
-                             f"0 <= start < end <= {len(text)}")
-        mentions.append(Mention(m["start"], m["end"], entity))
-    return mentions
-
-
-def _text(record) -> Text:
-    title, text, split = _string(record, "title"), _string(record, "text"), record.get("split")
-    if split not in ("train", "held_out", None):
-        raise ValueError('"split" is neither "train" nor "held_out"')
-    return Text(title, text, _mentions(record, text), split)
-
-
-def _records(path, parse, errors=None):
-    """parse(record) of each JSON line; parse raises ValueError for a bad one. errors: see read_corpus."""
-    for n, line in enumerate(open_text(path, errors), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not a JSON object")
-            item = parse(record)
-        except (ValueError, RecursionError) as e:
-            bad_json = isinstance(e, (json.JSONDecodeError, RecursionError))
-            message = f"{path}:{n}: {'not JSON, ' if bad_json else ''}{e}"
-            if errors is None:
-                raise UserError(message + "; correct this line or take it out") from e
-            errors.append(message)
-            continue
-        yield item
-
-
-def read_corpus(path, errors=None) -> Iterator[Text]:
-    """The texts of a corpus file, as a stream. Raises UserError "FILE:LINE: what is wrong" for a bad line;
-    with a list `errors`, that message is appended to it and reading goes on."""
-    return _records(path, _text, errors)
-
-
-CLAIM_LABELS = ("REFUTES", "SUPPORTS", "NOT ENOUGH INFO")      # the last one in FEVER only
-
-
-class Example(NamedTuple):
-    text: str
-    mentions: list | None       # None: to be found (mention_finder)
-    label: int | None           # claims: index into CLAIM_LABELS; None: not known (test files)
-    answers: list               # questions: entity names, any of which is right; []: none is an entity
-    info: dict                  # the other fields: subject, bridge, relations, …
-
-
-def read_examples(path, task) -> list:
-    """Examples of task "claims" or "qa". Raises UserError for a bad line or a file without any.
-
-    claims: {"text": …, "mentions": […], "label": one of CLAIM_LABELS, or null}
-    qa:     {"question": …, "mentions": […], "answers": [entity, …]}; mentions may be absent in both"""
-    text_key, wanted = {"claims": ("text", "label"), "qa": ("question", "answers")}[task]
-
-    def parse(record):
-        text, label, answers = _string(record, text_key), None, []
-        if task == "claims":
-            label = record.get("label", "")
-            if label not in (*CLAIM_LABELS, None):
-                raise ValueError(f'"label" is none of {", ".join(CLAIM_LABELS)}; null says that it is not known')
-            label = None if label is None else CLAIM_LABELS.index(label)
-        else:
-            answers = record.get("answers")
-            if not (isinstance(answers, list) and all(a and type(a) is str for a in answers)):
-                raise ValueError('"answers" is not a list of entity names')
-        mentions = None if record.get("mentions") is None else _mentions(record, text)
-        info = {k: v for k, v in record.items() if k not in (text_key, "mentions", wanted)}
-        return Example(text, mentions, label, answers, info)
-
-    examples = list(_records(path, parse))
-    if not examples:
-        raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
-    return examples
+def printable(text) -> str:
+    """Text for a terminal: control characters (ESC, BEL) and marks of direction shown escaped."""
+    hidden = "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(hidden, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 # ---------------------------------------------------------------- tokenizer
 
 def _wordpiece(vocab) -> Tokenizer:
-    """A WordPiece tokenizer as BERT's, lower case. [CLS] and the others are never read out of a text."""
-    tokenizer = Tokenizer(models.WordPiece({t: i for i, t in enumerate(vocab)}, unk_token=UNK))
+    """WordPiece as BERT's, lower case. [CLS] and the others are never read out of a text."""
+    words = {word: i for i, word in enumerate(vocab)}
+    tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
@@ -246,39 +1083,39 @@ def _wordpiece(vocab) -> Tokenizer:
 
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
-    """WordPiece vocabulary of an iterable of strings. With room for every word, each is one token."""
+    """WordPiece of an iterable of strings. With room for every word, each word is one token."""
     tokenizer, words = _wordpiece(SPECIAL), set()
-    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer    # the tokenizer locks in training
+    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer    # training locks these
 
     def stream():
         for text in texts:
             if len(words) <= vocab_size:
-                words.update(word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)))
+                normal = normalizer.normalize_str(text)
+                words.update(word for word, _ in splitter.pre_tokenize_str(normal))
             yield text
 
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, limit_alphabet=1000,
-                                        show_progress=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
+                                        limit_alphabet=1000, show_progress=False)
     tokenizer.train_from_iterator(stream(), trainer)
-    # The trainer keeps every merge on the way to a word. Where all words fit, these would be dead rows of
-    # the embeddings: keep the words, and the characters to spell new ones.
+    # The trainer keeps every merge on the way to a word: rows of the embeddings that nothing uses
+    # where all words fit. Then keep the words, and the characters to spell new ones.
     chars = sorted(set("".join(words)))
-    whole = list(dict.fromkeys(SPECIAL + chars + ["##" + c for c in chars if c.isalnum()] + sorted(words)))
-    return _wordpiece(whole if len(whole) <= vocab_size else
-                      sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get))
+    inner = ["##" + c for c in chars if c.isalnum()]
+    whole = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
+    trained = tokenizer.get_vocab()
+    return _wordpiece(whole if len(whole) <= vocab_size else sorted(trained, key=trained.get))
 
 
 def load_tokenizer(path) -> Tokenizer:
-    """BERT's vocab.txt, in which the markers take two [unusedN] entries, or a tokenizer.json of ours."""
+    """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
     if str(path).endswith(".json"):
-        if not os.path.isfile(path):
-            raise UserError(f"{path}: no such file; give a vocab.txt or a tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as e:      # tokenizers raises nothing more precise
             raise UserError(f"{path}: not a tokenizer ({e})") from e
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
-        unused = [i for i, t in enumerate(vocab) if t.startswith("[unused")]
+        unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
         for marker in (E_START, E_END):
             if marker not in vocab:
                 if not unused:
@@ -292,83 +1129,18 @@ def load_tokenizer(path) -> Tokenizer:
 def special_ids(tokenizer, path="the tokenizer") -> dict:
     """{"[PAD]": id, …} for the seven special tokens. Raises UserError when one is missing."""
     ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
-    missing = [t for t, i in ids.items() if i is None]
-    if missing:
-        raise UserError(f"{path}: lacks {', '.join(missing)}; give a BERT vocab.txt or our tokenizer.json")
+    if None in ids.values():
+        missing = ", ".join(t for t, i in ids.items() if i is None)
+        raise UserError(f"{path}: lacks {missing}; give a BERT vocab.txt or our tokenizer.json")
     return ids
 
 
-# ---------------------------------------------------------------- text to passages
-
-class Piece(NamedTuple):
-    tokens: np.ndarray      # (n,) int32   [CLS] … [SEP], markers included
-    start: np.ndarray       # (m,) positions of [E_start]; outer mentions before inner ones
-    end: np.ndarray         # (m,) positions of [E_end]
-    index: np.ndarray       # (m,) which of the text's mentions
-    chars: tuple            # the piece's characters in the text: from, to
-
-
-def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
-    """Sets markers and cuts a text into Pieces of at most passage_length tokens and max_length positions.
-
-    encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer);
-    dropped: a Counter of mentions that cannot be kept, by reason. A mention covers every token that it
-    touches. Cuts never cross a mention: they move back to before it."""
-    ids, offsets = np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
-    n, chars = len(ids), np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2)
-    first = np.searchsorted(offsets[:, 1], chars[:, 0], "right")    # first token, and one past the last
-    last = np.searchsorted(offsets[:, 0], chars[:, 1], "left")
-    index = np.lexsort((-last, first))                              # outer before inner
-    index = index[first[index] < last[index]]
-    if len(index) < len(first):
-        dropped["without a token"] += len(first) - len(index)
-    first, last = first[index], last[index]
-
-    while True:
-        crossed = np.cumsum(np.bincount(first + 1, minlength=n + 2) - np.bincount(last, minlength=n + 2))
-        allowed = np.flatnonzero(crossed[:n + 1] == 0)              # cuts that cross no mention; 0 and n too
-        used = allowed + 2 * np.searchsorted(np.sort(last), allowed, "right")       # positions up to each
-        cuts = [0]
-        while cuts[-1] < len(allowed) - 1:
-            i = cuts[-1]
-            j = min(np.searchsorted(allowed, allowed[i] + passage_length, "right"),
-                    np.searchsorted(used, used[i] + max_length - 2, "right")) - 1
-            if j == i:
-                break
-            cuts.append(j)
-        if cuts[-1] == len(allowed) - 1:
-            break
-        # What lies before the next allowed cut fits no passage: its longest mention goes, and we try again.
-        inside = np.flatnonzero((first >= allowed[i]) & (last <= allowed[i + 1]))
-        longest = inside[np.argmax((last - first)[inside])]
-        too_long = last[longest] - first[longest] > min(passage_length, max_length - 4)
-        dropped["longer than a passage" if too_long else "overlaps too many others for one passage"] += 1
-        first, last, index = (np.delete(x, longest) for x in (first, last, index))
-
-    pieces, cuts = [], allowed[cuts]
-    for lo, hi in zip(cuts[:-1], cuts[1:]):
-        here = slice(*np.searchsorted(first, [lo, hi]))
-        m = np.arange(here.stop - here.start)
-        # 2m markers by the token they stand before; ends before starts, inner ends and outer starts first
-        before = np.concatenate([last[here], first[here]]) - lo
-        order = np.lexsort((np.concatenate([-m, m]), np.repeat([0, 1], len(m)), before))
-        at = np.empty(2 * len(m), np.int64)
-        at[order] = 1 + before[order] + np.arange(2 * len(m))
-        end, start = at[:len(m)], at[len(m):]
-        tokens = np.empty(hi - lo + 2 * len(m) + 2, np.int32)
-        free = np.ones(len(tokens), bool)
-        tokens[0], tokens[-1], tokens[start], tokens[end] = (special[t] for t in (CLS, SEP, E_START, E_END))
-        free[[0, -1]] = free[at] = False
-        tokens[free] = ids[lo:hi]
-        span = (0 if lo == 0 else int(offsets[lo, 0]), None if hi == n else int(offsets[hi, 0]))
-        pieces.append(Piece(tokens, start, end, index[here], span))
-    return pieces
-
+# ---------------------------------------------------------------- a tokenised corpus
 
 class Corpus:
     """A tokenised corpus of P passages and M mentions: flat arrays on disk, memory-mapped.
 
-    tokens (total,)               all passages one after the other, [CLS] … [SEP], markers included
+    tokens (total,)               all passages one after the other, [CLS] … [SEP], with markers
     passage_start (P+1,)          where each passage's tokens start
     mention_first (P+1,)          where each passage's mentions start
     mention_start, _end (M,)      positions of [E_start] and [E_end] inside the passage; [CLS] is 0
@@ -377,77 +1149,59 @@ class Corpus:
     article, held_out (P,)        index into titles; kept out of training
     text (bytes,), text_start (P+1,)    the passages' own characters in UTF-8
     entity_count (E,)             linked mentions of each entity in passages that are not held out
-    special, vocab_size, meta     ids of the special tokens; counts and what was dropped
+    special, vocab_size, meta     ids of the special tokens; counts, what was dropped, the recipe
+    n_trained                     passages that were there before anything was appended
     """
-    FORMAT = 2
-    ARRAYS = dict(tokens=np.int32, passage_start=np.int64, mention_first=np.int64, mention_start=np.int32,
-                  mention_end=np.int32, mention_entity=np.int32, mention_char=np.int32, article=np.int32,
-                  held_out=np.bool_, text=np.uint8, text_start=np.int64, entity_count=np.int64)
+    FORMAT = 3
+    ARRAYS = {"tokens": np.int32, "passage_start": np.int64, "mention_first": np.int64,
+              "mention_start": np.int32, "mention_end": np.int32, "mention_entity": np.int32,
+              "mention_char": np.int32, "article": np.int32, "held_out": np.bool_,
+              "text": np.uint8, "text_start": np.int64}
 
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
         self.folder = folder
         try:
             self.meta = read_json(os.path.join(folder, "meta.json"))
-            if self.meta.get("format") != self.FORMAT:
-                raise ValueError(f"format {self.meta.get('format')}, this version reads {self.FORMAT}")
-            self.fingerprint = self.meta["crc32"]       # names the very text that a memory was made from
-            for name, crc32 in self.fingerprint.items():
+            if self.meta["format"] != self.FORMAT:
+                raise ValueError(f"format {self.meta['format']}, this version reads {self.FORMAT}")
+            for name, crc32 in self.meta["crc32"].items():
                 if checksum(os.path.join(folder, name)) != crc32:
                     raise ValueError(f"{name} is damaged: its checksum differs")
-            for name in ("titles", "entity_names"):
-                with open(os.path.join(folder, name + ".json"), encoding="utf-8") as file:
-                    setattr(self, name, json.load(file))
-            for name, dtype in self.ARRAYS.items():     # asarray: still mapped, without memmap's slow index
-                setattr(self, name, np.asarray(np.memmap(self.path(name), dtype, "r")))
+            with open(os.path.join(folder, "names.json"), encoding="utf-8") as file:
+                self.titles, self.entity_names = json.load(file)
+            for name, dtype in self.ARRAYS.items():     # asarray: without memmap's slow index
+                array = np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")
+                setattr(self, name, np.asarray(array))
         except (OSError, ValueError, KeyError) as e:
-            raise UserError(f"{folder}: not a whole tokenised corpus ({e}); remove it and build again") from e
+            raise UserError(f"{folder}: not a whole tokenised corpus ({e}); remove it and run the "
+                            "same command again") from e
         self.mention_char = self.mention_char.reshape(-1, 2)
-        self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
-        self.maskable = np.ones(self.vocab_size, bool)      # [UNK] is a word we cannot spell, hence maskable
+        self.n_trained, self.special = self.meta["n_trained"], self.meta["special"]
+        self.vocab_size = self.meta["vocab_size"]
+        self.maskable = np.ones(self.vocab_size, bool)      # [UNK] is a word that we cannot spell
         self.maskable[[self.special[t] for t in (PAD, CLS, SEP, MASK, E_START, E_END)]] = False
         self.words = np.setdiff1d(np.arange(self.vocab_size), list(self.special.values()))
 
-    @property
-    def trained_on(self):
-        """The fingerprint that it had before any text was added."""
-        return [*(past["corpus"] for past in self.meta["grew_from"]), self.fingerprint][0]
-
-    def path(self, name):
-        return os.path.join(self.folder, name + ".bin")
-
     @staticmethod
-    def open(folder) -> "Corpus":
-        return Corpus(folder)
+    def build(path, folder, tokenizer, passage_length, max_length, recipe=None, old=None):
+        """Tokenises a corpus file into a new folder, as a stream, and opens it.
 
-    @staticmethod
-    def build(path, folder, tokenizer, passage_length, max_length) -> "Corpus":
-        """Tokenises a corpus file into `folder`, as a stream: only titles and entity names are held.
-
-        Raises UserError for a bad line, an empty corpus, one without a linked mention, a wrong folder."""
-        return Corpus._write(folder, path, tokenizer, passage_length, max_length)
-
-    def extend(self, path, tokenizer) -> "Corpus":
-        """Tokenises more text behind this corpus, in its folder: none of it is trained on, what was there keeps its
-        numbers. meta["grew_from"] remembers what it was before: fingerprint, P, and the checksum of that text.
-        Errors as build's."""
-        return Corpus._write(self.folder, path, tokenizer, self.meta["passage_length"], self.meta["max_length"], self)
-
-    @staticmethod
-    def _write(folder, path, *args):
-        if os.path.exists(folder) and not os.path.exists(os.path.join(folder, "meta.json")):
-            raise UserError(f"{folder}: exists and is not a tokenised corpus; choose another folder")
-        temporary = f"{os.path.normpath(folder)}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
+        all that is new is held out. Raises UserError for a bad line, a file without a text or a
+        linked mention, a folder that cannot be written."""
+        part = f"{os.path.normpath(folder)}.part"
         try:
-            os.makedirs(temporary)
-            _write_corpus(path, temporary, *args)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(temporary, folder)
+            if os.path.lexists(folder):
+                raise UserError(f"{folder}: exists; choose another folder, or remove it")
+            remove(part)
+            os.makedirs(part)
+            _write_arrays(path, part, tokenizer, passage_length, max_length, recipe, old)
+            commit_folder(part, folder)
         except OSError as e:
-            raise UserError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
+            raise cannot_write(folder, e) from e
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(part)
         return Corpus(folder)
 
     @cached_property
@@ -459,6 +1213,13 @@ class Corpus:
     def article_index(self):
         """{title: number} of the articles."""
         return {title: i for i, title in enumerate(self.titles)}
+
+    @cached_property
+    def entity_count(self):
+        held_out = np.repeat(self.held_out, np.diff(self.mention_first))
+        count = np.bincount(self.mention_entity[~held_out], minlength=len(self.entity_names))
+        count[0] = 0
+        return count
 
     def passage_entities(self, p):
         """Entity numbers of a passage's mentions; 0 = not linked."""
@@ -472,650 +1233,96 @@ class Corpus:
         return self.text[self.text_start[p]:self.text_start[p + 1]].tobytes().decode("utf-8")
 
     def mention_parts(self, m):
-        """(title, the passage before the mention, the mention, the passage after it) of a corpus mention number."""
+        """(title, the passage before the mention, the mention, the passage after it)."""
         p = int(self.passage_of(m))
-        text, (a, b) = self.passage_text(p), self.mention_char[m]
-        return self.titles[self.article[p]], text[:a], text[a:b], text[b:]
+        text, (start, end) = self.passage_text(p), self.mention_char[m]
+        return self.titles[self.article[p]], text[:start], text[start:end], text[end:]
 
     def show_mention(self, m, width=80) -> str:
         """One line to read: "Title: … before [mention] after …"."""
         title, left, name, right = self.mention_parts(m)
-        return (f"{title}: {'…' if len(left) > width else ''}{left[-width:]}[{name}]{right[:width]}"
-                f"{'…' if len(right) > width else ''}").replace("\n", " ")
+        if len(left) > width:
+            left = "…" + left[-width:]
+        if len(right) > width:
+            right = right[:width] + "…"
+        return f"{title}: {left}[{name}]{right}".replace("\n", " ")
+
+    def dropped_in_words(self) -> str:
+        """Why mentions are not in the arrays: "3 longer than a passage"."""
+        return ", ".join(f"{n:,} {reason}" for reason, n in self.meta["dropped"].items()) or "none"
 
 
-def _write_corpus(path, folder, tokenizer, passage_length, max_length, base=None):
+def _write_arrays(path, folder, tokenizer, passage_length, max_length, recipe, old):
+    """The files of a Corpus, in an empty folder. What is written in passing is not held."""
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
-    sizes, counts, dropped, entity_count, grew_from = Counter(), Counter(), Counter(), Counter(), []
-    if base is not None:
-        titles, entities = ({name: i for i, name in enumerate(names)} for names in (base.titles, base.entity_names))
-        counts, dropped = Counter(base.meta["counts"]), Counter(base.meta["dropped"])
-        entity_count = Counter(dict(enumerate(base.entity_count.tolist())))
-        grew_from = [*base.meta["grew_from"],
-                     {"corpus": base.fingerprint, "passages": len(base.article), "file": checksum(path)}]
-        for name in Corpus.ARRAYS.keys() - {"entity_count"}:
-            shutil.copyfile(base.path(name), os.path.join(folder, name + ".bin"))
-            sizes[name] = getattr(base, name).size
+    counts, dropped, files = Counter(), Counter(), {}
+    if old is not None:
+        titles = {title: i for i, title in enumerate(old.titles)}
+        entities = {name: i for i, name in enumerate(old.entity_names)}
+        counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
+        for name in Corpus.ARRAYS:
+            shutil.copy(os.path.join(old.folder, name + ".bin"), folder)
     before = counts.copy()
+
+    def append(**arrays):
+        for name, values in arrays.items():
+            files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
+
+    def end_passage():      # where the next one starts; int32 takes 4 bytes
+        append(passage_start=[files["tokens"].tell() // 4], text_start=[files["text"].tell()],
+               mention_first=[files["mention_start"].tell() // 4])
+
     with ExitStack() as stack:
-        files = {name: stack.enter_context(open(os.path.join(folder, name + ".bin"), "ab"))
-                 for name in Corpus.ARRAYS}
-
-        def append(**arrays):
-            for name, values in arrays.items():
-                files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
-                sizes[name] += len(values)
-
-        if base is None:
-            append(passage_start=[0], mention_first=[0], text_start=[0])
-        texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
-        while chunk := list(islice(texts, 1024)):
-            encodings = tokenizer.encode_batch([t.text for t in chunk], add_special_tokens=False)
-            for (title, text, mentions, split), encoding in zip(chunk, encodings):
-                held_out = base is not None or split == "held_out" or split is None and zlib.crc32(title.encode()) % 20 == 0
-                article = titles.setdefault(title, len(titles))
-                entity = np.array([entities.setdefault(m.entity or "", len(entities)) for m in mentions], int)
-                chars = np.array([m[:2] for m in mentions], int).reshape(-1, 2)
-                counts.update(texts=1, mentions_read=len(mentions), texts_without_a_token=not encoding.ids)
-                for piece in encode_text(encoding, mentions, passage_length, max_length, special, dropped):
-                    lo, hi = piece.chars
-                    own, linked = text[lo:hi], entity[piece.index][entity[piece.index] > 0].tolist()
-                    append(tokens=piece.tokens, mention_start=piece.start, mention_end=piece.end,
-                           mention_entity=entity[piece.index], article=[article], held_out=[held_out],
-                           mention_char=np.clip(chars[piece.index] - lo, 0, len(own)).ravel(),
-                           text=np.frombuffer(own.encode("utf-8"), np.uint8))
-                    append(passage_start=[sizes["tokens"]], text_start=[sizes["text"]],
-                           mention_first=[sizes["mention_start"]])
-                    n = len(piece.start)
-                    counts.update(passages=1, held_out=held_out, tokens=len(piece.tokens) - 2 * n - 2,
-                                  mentions=n, linked=len(linked))
-                    entity_count.update(() if held_out else linked)
-        append(entity_count=[entity_count[e] for e in range(len(entities))])
+        for name in Corpus.ARRAYS:
+            file = open(os.path.join(folder, name + ".bin"), "ab")
+            files[name] = stack.enter_context(file)
+        if old is None:
+            end_passage()
+        for text, encoding in _encodings(path, tokenizer):
+            held_out = text.split == "held_out"
+            if text.split is None:                          # one article in twenty, by its title
+                held_out = zlib.crc32(text.title.encode()) % 20 == 0
+            if old is not None:
+                held_out = True
+            article = titles.setdefault(text.title, len(titles))
+            numbers = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
+            entity = np.array(numbers, np.int64)
+            chars = np.array([m[:2] for m in text.mentions], np.int64).reshape(-1, 2)
+            counts.update(texts=1, mentions_read=len(entity),
+                          texts_without_a_token=not encoding.ids)
+            for passage in encode_text(encoding, text.mentions, passage_length, max_length, special,
+                                       dropped):
+                lo, hi = passage.chars
+                own, linked_to = text.text[lo:hi], entity[passage.index]
+                append(tokens=passage.tokens, mention_start=passage.start, mention_end=passage.end,
+                       mention_entity=linked_to, article=[article], held_out=[held_out],
+                       mention_char=np.clip(chars[passage.index] - lo, 0, len(own)),
+                       text=np.frombuffer(own.encode("utf-8"), np.uint8))
+                end_passage()
+                m = len(linked_to)
+                counts.update(passages=1, held_out=held_out, mentions=m,
+                              linked=int(np.count_nonzero(linked_to)),
+                              tokens=len(passage.tokens) - 2 * m - 2)
     if counts["linked"] == before["linked"]:
         what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
         raise UserError(f"{path}: holds {what}; a mention memory is made of linked mentions")
-    counts.update(articles=len(titles), entities=len(entities) - 1)
-    for name, text in dict(titles=json.dumps(list(titles)), entity_names=json.dumps(list(entities)),
-                           tokenizer=tokenizer.to_str(pretty=True)).items():
-        with open(os.path.join(folder, name + ".json"), "w", encoding="utf-8") as file:
-            file.write(text)
-    write_json(os.path.join(folder, "meta.json"), dict(
-        format=Corpus.FORMAT, counts=counts, dropped=dropped, special=special, passage_length=passage_length,
-        max_length=max_length, vocab_size=tokenizer.get_vocab_size(), grew_from=grew_from,
-        crc32={name: checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}))
-
-
-# ---------------------------------------------------------------- batches
-
-@dataclass
-class Batch:
-    tokens: torch.Tensor            # (B, T) what the model reads: masked in training
-    unmasked: torch.Tensor          # (B, T) the same before masking: the Mention Encoder reads this
-    attention_mask: torch.Tensor    # (B, T) bool, True = token
-    row: torch.Tensor               # (M,) flat mentions: row, and the columns of their markers
-    start: torch.Tensor             # (M,)
-    end: torch.Tensor               # (M,)
-    entity: torch.Tensor            # (M,) 0 = not linked
-    passage: torch.Tensor           # (M,) corpus passage, -1 = none (a question)
-    masked: torch.Tensor            # (M,) bool: all of its tokens are to be predicted
-    target_index: torch.Tensor      # (L,) masked tokens as indices into tokens.view(-1)
-    target: torch.Tensor            # (L,) their original ids
-    target_mention: torch.Tensor    # (L,) the mention (index into row) each belongs to, -1 = none
-    mention: torch.Tensor           # (M,) corpus mention number, -1 = none
-    label: torch.Tensor | None = None           # (B,) claims: index into CLAIM_LABELS, -1 = not known
-    answer: torch.Tensor | None = None          # (B,) questions: entity of the first known answer, 0 = none
-    answer_mention: torch.Tensor | None = None  # (B,) the mention that is masked to be answered, -1 = none
-
-    def to(self, device) -> "Batch":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in values.items()})
-
-    def part(self, rank, size) -> "Batch":
-        """Rows rank, rank + size, … with their mentions and targets, renumbered."""
-        T = self.tokens.shape[1]
-
-        def keep(names, chosen):
-            values = {k: getattr(self, k) for k in names.split()}
-            return {k: v if v is None else v[chosen] for k, v in values.items()}
-
-        ours = self.row % size == rank                                      # (M,)
-        number = ours.cumsum(0) - 1                                         # (M,) new index of a mention
-        rows = torch.arange(rank, len(self.tokens), size, device=self.row.device)
-        part = keep("tokens unmasked attention_mask label answer answer_mention", rows)
-        part |= keep("row start end entity passage masked mention", ours)
-        part |= keep("target_index target target_mention", self.target_index // T % size == rank)
-        part["row"] = part["row"] // size
-        part["target_index"] = part["target_index"] // T // size * T + part["target_index"] % T
-        for name in ("target_mention", "answer_mention"):
-            if (old := part[name]) is not None and len(number):             # -1 stays -1
-                part[name] = torch.where(old < 0, old, number[old])
-        return Batch(**part)
-
-
-def _ranges(starts, lengths):
-    """The ranges [s, s + n) one after the other: which range, the offset in it, the value."""
-    which = np.repeat(np.arange(len(lengths)), lengths)
-    offset = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return which, offset, starts[which] + offset
-
-
-def _gather(corpus, passages):
-    """tokens (B, T) of these passages and all of their mentions: number, row, start, end, each (M,)."""
-    starts, mentions = corpus.passage_start[passages], corpus.mention_first[passages]
-    lengths = corpus.passage_start[passages + 1] - starts
-    counts = corpus.mention_first[passages + 1] - mentions
-    tokens = np.full((len(passages), lengths.max()), corpus.special[PAD], np.int64)
-    row, column, source = _ranges(starts, lengths)
-    tokens[row, column] = corpus.tokens[source]
-    row, _, mention = _ranges(mentions, counts)
-    start, end = (x[mention].astype(np.int64) for x in (corpus.mention_start, corpus.mention_end))
-    return tokens, mention, row, start, end
-
-
-def _batch(corpus, passages, unmasked, tokens, chosen, owner, mention, row, start, end) -> Batch:
-    """chosen, owner (B * T,): which tokens are to be predicted, and the mention that each belongs to."""
-    T = unmasked.shape[1]
-    # a mention is masked if as many of its tokens are chosen as it has: prefix sums over the flat batch
-    n_chosen, n_tokens = np.cumsum(chosen), np.cumsum(corpus.maskable[unmasked])
-    first, last = row * T + start, row * T + end
-    masked = n_chosen[last] - n_chosen[first] == n_tokens[last] - n_tokens[first]
-    target_index = np.flatnonzero(chosen)
-    arrays = (tokens, unmasked, unmasked != corpus.special[PAD],
-              row, start, end, corpus.mention_entity[mention].astype(np.int64), passages[row], masked,
-              target_index, unmasked.ravel()[target_index], owner[target_index], mention)
-    return Batch(*map(torch.from_numpy, arrays))
-
-
-def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1, max_mentions=24) -> Batch:
-    """Passages as a masked batch (app. A): 20% of whole mentions, 10% of the tokens in no mention.
-
-    rng: a numpy Generator; None does where both rates are 0 and no mention is left out. max_mentions:
-    how many there may be a passage on average; with more, the batch keeps a uniform sample (None: all)."""
-    passages = np.asarray(passages, np.int64)
-    unmasked, mention, row, start, end = _gather(corpus, passages)
-    B, T = unmasked.shape
-    word = corpus.maskable[unmasked].ravel()                                # (B * T,)
-    first, last = row * T + start, row * T + end
-    depth = np.cumsum(np.bincount(first, minlength=B * T) - np.bincount(last, minlength=B * T))
-    inside = depth > 0
-    # Overlapping and nested mentions are a group; a group is masked whole or not at all, for a mention half
-    # masked would tell its other half. Groups are numbered 1, 2, … along the flat batch.
-    group = np.cumsum(inside & ~np.concatenate([[False], inside[:-1]]))
-    if max_mentions is not None and len(mention) > max_mentions * B:
-        kept = np.sort(rng.choice(len(mention), max_mentions * B, replace=False))
-        mention, row, start, end, first = (x[kept] for x in (mention, row, start, end, first))
-
-    chosen = np.zeros(B * T, bool)
-    if token_rate:
-        chosen = word & ~inside & (rng.random(B * T) < token_rate)
-    if mention_rate and len(mention):
-        groups, counts = np.unique(group[first], return_counts=True)
-        shuffled = rng.permutation(len(groups))
-        n = max(1, round(mention_rate * len(mention)))
-        enough = np.searchsorted(np.cumsum(counts[shuffled]), n) + 1        # more than n by a last group
-        chosen |= word & inside & np.isin(group, groups[shuffled[:enough]])
-    owner = np.full(B * T, -1)
-    which, _, position = _ranges(first + 1, end - start - 1)
-    owner[position] = which                         # inner mentions come later: the innermost owns a token
-
-    tokens, index = unmasked.copy(), np.flatnonzero(chosen)
-    if len(index):
-        fate = rng.random(len(index))               # 80% [MASK], 10% a random word, 10% left as they are
-        random_words = rng.choice(corpus.words, len(index))
-        tokens.ravel()[index] = np.where(fate < .8, corpus.special[MASK],
-                                         np.where(fate < .9, random_words, unmasked.ravel()[index]))
-    return _batch(corpus, passages, unmasked, tokens, chosen, owner, mention, row, start, end)
-
-
-def eval_batch(corpus, mentions) -> Batch:
-    """A row for each corpus mention: its passage, with exactly this mention replaced by [MASK] throughout."""
-    passages = corpus.passage_of(mentions)
-    unmasked, mention, row, start, end = _gather(corpus, passages)
-    B, T = unmasked.shape
-    asked = np.flatnonzero(mention == np.asarray(mentions)[row])            # (B,) one a row
-    which, _, position = _ranges(row[asked] * T + start[asked] + 1, end[asked] - start[asked] - 1)
-    owner, chosen = np.full(B * T, -1), np.zeros(B * T, bool)
-    owner[position] = asked[which]
-    chosen[position] = corpus.maskable[unmasked.ravel()[position]]
-    tokens = np.where(chosen.reshape(B, T), corpus.special[MASK], unmasked)
-    return _batch(corpus, passages, unmasked, tokens, chosen, owner, mention, row, start, end)
-
-
-def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
-    """Numbers of the mentions in held-out passages that only a memory can fill in.
-
-    Linked, the entity stands once in the passage, is not the article's title (which most of its passages
-    name), and is linked in at least min_elsewhere other passages of the corpus, held out or not."""
-    linked = np.flatnonzero(corpus.mention_entity)
-    E, entity, passage = len(corpus.entity_names), corpus.mention_entity[linked], corpus.passage_of(linked)
-    pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
-    passages_with = np.bincount(pairs % E, minlength=E)                     # (E,)
-    own = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])[corpus.article[passage]]
-    return linked[corpus.held_out[passage] & (count[pair] == 1) & (own != entity)
-                  & (passages_with[entity] > min_elsewhere)]
-
-
-def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
-    """Clusters of `size` of these passages from related articles (app. A.1): int64 arrays of passage numbers.
-
-    Each starts from the article with most unused passages; then the article joins whose entity set has the
-    largest Jaccard similarity to that of the cluster, until it is full. What of an article does not fit stays
-    unused. Ties are broken by seed. Entities of more than max_articles articles are left out of the sets:
-    they say little about what is related, and would make every article a candidate of every other."""
-    passages = np.sort(np.asarray(passages, np.int64))
-    numbers, article = np.unique(corpus.article[passages], return_inverse=True)
-    A, E = len(numbers), len(corpus.entity_names)
-    article = np.random.default_rng(seed).permutation(A)[article]   # now ties can go to the smallest
-    by_article = passages[np.argsort(article, kind="stable")]
-    unused = np.bincount(article, minlength=A)                      # (A,) passages not used yet: those that
-    after = np.cumsum(unused)                                       # (A,) end here in by_article
-    # the pairs (article, entity), once by article and once by entity: an index in either direction
-    mentions = corpus.mention_first[passages]
-    which, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
-    entity = corpus.mention_entity[mention].astype(np.int64)
-    pairs = np.unique((article[which] * E + entity)[entity > 0])
-    pairs = pairs[np.bincount(pairs % E, minlength=E)[pairs % E] <= max_articles]
-    entities, entities_of = pairs % E, np.searchsorted(pairs, np.arange(A + 1) * E)
-    order = np.argsort(entities, kind="stable")
-    articles, articles_of = pairs[order] // E, np.searchsorted(entities[order], np.arange(E + 1))
-    n_entities = np.diff(entities_of)                               # (A,)
-
-    shared, in_cluster = np.zeros(A, np.int64), np.zeros(E, bool)   # (A,) |entities of both|; (E,)
-    clusters, first_unused = [], 0
-    while unused.any():
-        cluster, room, joined, candidates, a = [], size, [], np.empty(0, np.int64), unused.argmax()
-        while True:
-            n = min(room, unused[a])
-            cluster.append(by_article[after[a] - unused[a]:][:n])
-            unused[a], room = unused[a] - n, room - n
-            new = entities[entities_of[a]:entities_of[a + 1]]
-            new = new[~in_cluster[new]]
-            in_cluster[new] = True
-            joined.append(new)
-            touched = articles[_ranges(articles_of[new], articles_of[new + 1] - articles_of[new])[2]]
-            np.add.at(shared, touched, 1)
-            candidates = np.union1d(candidates, touched)            # sorted; they share an entity
-            candidates = candidates[unused[candidates] > 0]
-            if not room:
-                break
-            if len(candidates):
-                both, either = shared[candidates], n_entities[candidates] + sum(map(len, joined))
-                a = candidates[(both / (either - both)).argmax()]
-            else:                                                   # similarity 0 to all that are left
-                while first_unused < A and not unused[first_unused]:
-                    first_unused += 1
-                if first_unused == A:
-                    break
-                a = first_unused
-        clusters.append(np.concatenate(cluster))
-        shared[candidates], in_cluster[np.concatenate(joined)] = 0, False
-    return clusters
-
-
-# ---------------------------------------------------------------- examples: claims and questions
-
-def _name_words(name):
-    return [w.group().lower() for w in re.finditer(r"\w+|[^\w\s]", name)]
-
-
-def name_index(names) -> dict:
-    """{"port ellin": "Port_Ellin"}: names by their words; "_" is a space, a bracket at the end goes."""
-    index = {}
-    for name in names:
-        words = _name_words(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")))
-        if any(w.isalnum() for w in words):
-            index.setdefault(" ".join(words), name)
-    return index
-
-
-def find_mentions(text, names) -> list:
-    """Mentions of entity names in a text: longest match first, whole words, whatever the case.
-
-    names: entity names, or their name_index where many texts are searched."""
-    index = names if isinstance(names, dict) else name_index(names)
-    longest = max((name.count(" ") + 1 for name in index), default=0)
-    words = [(w.start(), w.end(), w.group().lower()) for w in re.finditer(r"\w+|[^\w\s]", text)]
-    mentions, i = [], 0
-    while i < len(words):
-        for n in range(min(longest, len(words) - i), 0, -1):
-            name = index.get(" ".join(w for _, _, w in words[i:i + n]))
-            if name is not None:
-                mentions.append(Mention(words[i][0], words[i + n - 1][1], name))
-                i += n - 1
-                break
-        i += 1
-    return mentions
-
-
-@lru_cache(1)
-def _pipeline():
-    try:
-        import spacy
-        names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
-        if names:
-            return spacy.load(names[0], exclude=["ner", "lemmatizer"])
-    except Exception as e:              # not installed, or not fitting together, which raises anything
-        raise UserError(f"noun chunks need spaCy, which does not run here: {e}") from e
-    raise UserError("noun chunks need an English pipeline of spaCy, such as en_core_web_sm, and none is installed")
-
-
-def noun_chunks(text) -> list:
-    """The noun chunks of a text as mentions: the paper's mentions of claims and questions (app. B.1)."""
-    return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
-
-
-def mention_finder(names):
-    """(how, find): find(text) -> the mentions of a text that comes without. Noun chunks where spaCy and an English
-    pipeline are installed, else the longest matches of these entity names."""
-    try:
-        _pipeline()
-        return "spaCy's noun chunks", noun_chunks
-    except UserError as e:
-        index = name_index(names)
-        return f"entity names ({e})", lambda text: find_mentions(text, index)
-
-
-def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512, claim_mask=False) -> Batch:
-    """Examples with mentions as a batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
-
-    task: "claims", "qa" or None. claim_mask: claims end so too. Clozes may stand among claims, with no label but one mention's
-    entity as answer: that mention is masked, in place of a [MASK] at the end; a claim's answer is 0. entity_index: name ->
-    entity id. A text longer than max_length positions is cut."""
-    with_mask = task == "qa" or claim_mask
-    special, rng = special_ids(tokenizer), np.random.default_rng(0)
-    rows, mentions = [], []                     # mentions: (row, start, end, entity, is it the answer, is it to be masked)
-    encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
-    for r, (example, encoding) in enumerate(zip(examples, encodings)):
-        found = example.mentions
-        tail = [special[t] for t in (E_START, MASK, E_END)] if with_mask else []
-        room = max_length - len(tail)
-        tokens, asked = [special[CLS], special[SEP]], False
-        for piece in encode_text(encoding, found, room, room, special, Counter())[:1]:
-            tokens = piece.tokens.tolist()
-            for start, end, i in zip(piece.start, piece.end, piece.index):
-                named = task == "claims" and found[i].entity in example.answers
-                mentions.append((r, start, end, entity_index.get(found[i].entity, 0), named and not asked, named))
-                asked |= named
-        if asked:
-            tail = []
-        rows.append(tokens[:-1] + tail + tokens[-1:])
-        if tail:
-            mentions.append((r, len(tokens) - 1, len(tokens) + 1, 0, True, False))
-    unmasked = np.full((len(rows), max(map(len, rows))), special[PAD], np.int64)
-    for r, ids in enumerate(rows):
-        unmasked[r, :len(ids)] = ids
-    tokens = unmasked.copy()
-    for r, start, end, *_, named in mentions:
-        if named:
-            words = tokens[r, start + 1:end]
-            words[~np.isin(words, [special[E_START], special[E_END]])] = special[MASK]      # markers of a mention inside stay
-    mentions = np.array([m[:5] for m in mentions], np.int64).reshape(-1, 5)
-    if len(mentions) > max_mentions * len(rows):            # a uniform sample, but every answer
-        order = np.argsort(rng.random(len(mentions)) - mentions[:, 4])
-        mentions = mentions[np.sort(order[:max_mentions * len(rows)])]
-    row, start, end, entity, is_answer = mentions.T.copy()
-    none, empty = np.full(len(row), -1), np.empty(0, np.int64)
-    batch = Batch(*map(torch.from_numpy, (tokens, unmasked, tokens != special[PAD], row, start, end, entity,
-                                          none, is_answer == 1, empty, empty, empty, none)))
-    if task == "claims":
-        batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    if with_mask or any(e.answers for e in examples):
-        batch.answer = torch.tensor([next((entity_index[a] for a in e.answers if a in entity_index), 0) for e in examples])
-        batch.answer_mention = torch.full((len(examples),), -1)
-        batch.answer_mention[row[is_answer == 1]] = torch.tensor(np.flatnonzero(is_answer))
-        batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
-    return batch
-
-
-# ---------------------------------------------------------------- the toy world
-
-# A name is a first and a last word, so that it is learnt as a pair and an unseen name is a new pair.
-NAMES = {kind: [pool.split() for pool in pools] for kind, pools in dict(
-    person=("""Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
-        Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa Fabian
-        Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula Viktor Wanda""",
-        """Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel Tarkov Ulland Varga
-        Westrup Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier Hale Ibsen Jarvis Keller
-        Lorenz Moreau Nyberg Orloff Pascal Renner Salinas Thorne Unwin Vance Weaver Adler Bishop Castell
-        Draper Engel Forster Grange Hartley Irving Jansen Kovac Lambert Mercer Novak Olsen Porter Ramsey
-        Sutter"""),
-    city=("""Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver Golden
-        Stone Long Bright Cold Deep Fair Kings Queens Bishops""",
-        """Ellin Orla Dunmere Ashby Belcourt Carrow Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow
-        Kelso Lorne Melby Norham Oakley Penrith Redmond Selby Tarrant Upton Vernon Wexley Yardley Amber
-        Brook"""),
-    country=("North South East West New Upper Lower Inner Outer Grand Free United",
-        """Karovia Maland Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova
-        Halvia Istrana Jorvia Kestoria"""),
-    company=("""Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel Lotus
-        Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith""",
-        """Motors Steel Foods Books Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance
-        Jewels Kitchens Lumber Media Optics Paper Rail Shipping Textiles"""),
-    film=("""Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight Narrow
-        Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow Last Lost Pale
-        Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden""",
-        """Garden Mirror River Letters Shadow Window Dancer Island Orchard Promise Station Tiger Voyage
-        Whisper Anthem Bells Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory Mountain
-        Night Ocean Painter Road Sailor Storm Summer Thief Tower"""),
-).items()}
-COUNTS = dict(person=800, city=220, country=60, company=220, film=600)
-
-
-class Relation(NamedTuple):
-    subject: str            # types
-    object: str
-    noun: str               # "{s}'s {noun}" names the object without its name
-    phrases: list           # five for the corpus; {s} subject, {o} object
-    claims: list
-    questions: list
-
-
-RELATIONS = dict(
-    born_in=Relation("person", "city", "birthplace", [
-        "{s} was born in {o}.", "{o} is the city where {s} was born.", "The birthplace of {s} is {o}.",
-        "{s} is a native of {o}.", "In {o} stands the house where {s} was born."],
-        ["{s} was born in the city of {o}.", "{o} is the birthplace of {s}."],
-        ["In which city was {s} born?", "Where was {s} born?"]),
-    employer=Relation("person", "company", "employer", [
-        "{s} works for {o}.", "{o} is the company which employs {s}.", "The employer of {s} is {o}.",
-        "{s} has a job at {o}.", "Every month {o} pays the wages of {s}."],
-        ["{o} employs {s}.", "{s} has a job at the company {o}."],
-        ["Which company employs {s}?", "Which company is the employer of {s}?"]),
-    teacher=Relation("person", "person", "teacher", [
-        "{s} was taught by {o}.", "{o} taught {s} for many years.", "The teacher of {s} was {o}.",
-        "{s} learned everything from {o}.", "Long ago {o} had {s} as a pupil."],
-        ["{s} was a pupil of {o}.", "{o} was the teacher who taught {s}."],
-        ["Who taught {s}?", "Who was the teacher of {s}?"]),
-    country=Relation("city", "country", "country", [
-        "{s} is a city in {o}.", "{o} is the country where {s} lies.", "The country of {s} is {o}.",
-        "{s} belongs to {o}.", "On the map {s} is a part of {o}."],
-        ["{s} lies in {o}.", "{s} is a part of the country {o}."],
-        ["In which country is {s}?", "{s} is a city in which country?"]),
-    mayor=Relation("city", "person", "mayor", [
-        "The mayor of {s} is {o}.", "{o} was chosen to be mayor by the people of {s}.", "{s} is led by {o}.",
-        "Who runs the town hall of {s}? {o}.", "{o} leads the council of {s}."],
-        ["{o} leads the people of {s}.", "{o} was chosen to be the mayor of {s}."],
-        ["Who is the mayor of {s}?", "Who leads the people of {s}?"]),
-    capital=Relation("country", "city", "capital", [
-        "The capital of {s} is {o}.", "{o} is the seat of the government of {s}.",
-        "{s} is governed from {o}.", "{s} has {o} as capital.", "In {o} the parliament of {s} meets."],
-        ["{o} is the capital of {s}.", "The government of {s} meets in {o}."],
-        ["Which city is the capital of {s}?", "In which city is the government of {s}?"]),
-    home=Relation("company", "city", "home", [
-        "{s} is based in {o}.", "The main office of {s} stands in {o}.", "{o} is the home of {s}.",
-        "{s} is run from an office in {o}.", "In {o} stands the factory of {s}."],
-        ["{s} has the main office in {o}.", "The home of {s} is in the city of {o}."],
-        ["In which city is {s} based?", "Where is the main office of {s}?"]),
-    founder=Relation("company", "person", "founder", [
-        "{s} was founded by {o}.", "{o} started {s} in a small shop.", "The founder of {s} was {o}.",
-        "{s} began as an idea of {o}.", "With little money {o} set up {s}."],
-        ["{s} was started by {o}.", "{o} is the founder of {s}."],
-        ["Who founded {s}?", "Who was the founder of {s}?"]),
-    director=Relation("film", "person", "director", [
-        "{s} was directed by {o}.", "{o} is the director of {s}.", "{o} made the film {s}.",
-        "The film {s} is the work of {o}.", "With {s} the director {o} won a prize."],
-        ["{o} directed {s}.", "The director of the film {s} was {o}."],
-        ["Who directed {s}?", "Who was the director of {s}?"]),
-    star=Relation("film", "person", "star", [
-        "{o} plays the lead in {s}.", "The star of {s} is {o}.", "{s} has {o} in the main part.",
-        "In {s} the hero is played by {o}.", "Who became famous as the hero of {s}? {o}."],
-        ["The lead in {s} is played by {o}.", "{o} is the star of the film {s}."],
-        ["Who plays the lead in {s}?", "Who is the star of {s}?"]),
-    location=Relation("film", "city", "location", [
-        "{s} was filmed in {o}.", "The streets of {o} can be seen in {s}.",
-        "For {s} the cameras came to {o}.", "The location of {s} was {o}.",
-        "{o} was chosen as the location for {s}."],
-        ["{o} is the city where {s} was filmed.", "The film {s} was made in {o}."],
-        ["In which city was {s} filmed?", "Where was the film {s} made?"]),
-)
-
-
-def _say(phrase, subject, obj="", noun=None, bridge=None):
-    """A phrase filled in, and its mentions. With a noun the phrase is about "[X]'s [director]": two hops. That description
-    is linked to the bridge where one is given; an object "a city" is nobody's name."""
-    text, mentions = "", []
-
-    def mention(name, entity):
-        nonlocal text
-        mentions.append(Mention(len(text), len(text) + len(name), entity))
-        text += name
-
-    for part in re.split(r"(\{[so]\})", phrase):
-        if part in ("{s}", "{o}"):
-            name = subject if part == "{s}" else obj
-            if name.islower():
-                text += name
-            else:
-                mention(name, name)
-        else:
-            text += part
-        if part == "{s}" and noun:
-            text += "'s "
-            mention(noun, bridge)
-    return text[0].upper() + text[1:], mentions
-
-
-def _line(key, sentence, **others):
-    return {key: sentence[0], "mentions": [m._asdict() for m in sentence[1]], **others}
-
-
-def _facts(rng, names):
-    """Facts {(subject, relation): object} drawn at random; names: {type: names}."""
-    facts = {}
-    for name, relation in RELATIONS.items():
-        for subject in names[relation.subject]:
-            one, other = rng.choice(names[relation.object], 2, replace=False).tolist()
-            facts[subject, name] = other if one == subject else one
-    return facts
-
-
-def _chains(facts):
-    """Two facts as one, {(subject, first relation, second): (bridge, object)}, without those that return."""
-    return {(subject, first, second): (bridge, facts[bridge, second])
-            for (subject, first), bridge in facts.items() for second in RELATIONS
-            if facts.get((bridge, second), subject) not in (subject, bridge)}
-
-
-def toy_world(seed=0, descriptions=0.5):
-    """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from nothing but a seed.
-
-    It is two worlds that share name words but no entity: one is seen in training, the other (20%) is held
-    out whole. A subject has five passages; each states all of its facts, every time in another phrase, so a
-    masked mention can be recovered from the other passages and from nowhere else. 5% of the passages of the
-    seen world are held out too. Examples are split by fact, (subject, relation), for all tasks alike; both
-    facts of a two-hop example are in its split.
-
-    descriptions: the share of the seen world's training passages in which one fact is not stated: in place of "X was
-    directed by Z." stands "X's director was born in a city.", with a link to Z on the description, as links stand in
-    Wikipedia. So a model learns whom a description means, which two hops begin with. The examples do not link it."""
-    rng = np.random.default_rng(seed)
-    worlds = {}, {}                                         # seen, unseen: {type: names}
-    for kind, (firsts, lasts) in NAMES.items():
-        n = COUNTS[kind]
-        pairs = rng.permutation(len(firsts) * len(lasts))[:n + n // 5]
-        names = [f"{firsts[i // len(lasts)]} {lasts[i % len(lasts)]}" for i in pairs]
-        worlds[0][kind], worlds[1][kind] = names[:n], names[n:]
-    facts = [_facts(rng, names) for names in worlds]
-    chains = [_chains(f) for f in facts]
-    split = dict(zip(facts[0], rng.choice(["train", "dev", "test"], len(facts[0]), p=[.66, .15, .19])))
-    split.update(dict.fromkeys(facts[1], "unseen"))
-
-    lines, relations_of = [], {}
-    for subject, relation in [*facts[0], *facts[1]]:
-        relations_of.setdefault(subject, []).append(relation)
-    about = {name: [other for other in RELATIONS.values() if other.subject == relation.object]
-             for name, relation in RELATIONS.items()}       # what can be said of its object
-    for subject, relations in relations_of.items():
-        seen = split[subject, relations[0]] != "unseen"
-        world, held_out = facts[not seen], rng.integers(20)     # below 5 for one in four: 5% of passages
-        order = {relation: rng.permutation(5) for relation in relations}
-        left_out = Counter()
-        for i in range(5):
-            said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, world[subject, r])
-                    for r in rng.permutation(relations)}
-            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2 and about[r]]
-            if rng.random() < descriptions and i != held_out and possible:
-                first = possible[rng.integers(len(possible))]
-                left_out[first] += 1
-                second = about[first][rng.integers(len(about[first]))]
-                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", RELATIONS[first].noun,
-                                   world[subject, first])
-            text, mentions = "", []
-            for sentence, found in said.values():
-                text += " " if text else ""
-                mentions += [Mention(m.start + len(text), m.end + len(text), m.entity) for m in found]
-                text += sentence
-            lines.append({"title": subject, **_line("text", (text, mentions)),
-                          "split": "train" if seen and i != held_out else "held_out"})
-    lines = [lines[i] for i in rng.permutation(len(lines))]
-
-    examples = {}
-    for name, limit in dict(train=8000, dev=300, test=500, unseen=500).items():
-        world, chain = facts[name == "unseen"], chains[name == "unseen"]
-        hops = dict(one_hop=[(s, [r], None, obj) for (s, r), obj in world.items() if split[s, r] == name],
-                    two_hop=[(s, [q, r], bridge, obj) for (s, q, r), (bridge, obj) in chain.items()
-                             if split[s, q] == split[bridge, r] == name])
-        for hop, items in hops.items():
-            qa, claims, objects = [], [], {}
-            for _, relations, _, obj in items:
-                objects.setdefault(relations[-1], []).append(obj)
-            for i in rng.permutation(len(items))[:limit]:
-                subject, relations, bridge, obj = items[i]
-                relation, noun = RELATIONS[relations[-1]], RELATIONS[relations[0]].noun if bridge else None
-                info = dict(subject=subject, relations=relations, object=obj, **({"bridge": bridge} if bridge else {}))
-                qa.append(_line("question", _say(rng.choice(relation.questions), subject, noun=noun),
-                                answers=[obj], **info))
-                # A wrong object is that of another fact of this relation and split, so as frequent as right ones
-                # are, and each fact is claimed rightly and wrongly: nothing but the memory tells them apart. In
-                # training so in every phrase, each with another wrong object, to be harder to learn by heart.
-                wrong = [o for o in objects[relations[-1]] if o not in (obj, subject, bridge)]
-                if not wrong:
-                    continue
-                for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:
-                    for claimed, label in ((obj, "SUPPORTS"), (wrong[rng.integers(len(wrong))], "REFUTES")):
-                        claims.append(_line("text", _say(phrase, subject, claimed, noun), label=label, **info))
-            examples[f"qa.{hop}.{name}"] = qa
-            examples[f"claims.{hop}.{name}"] = claims if name == "train" else claims[:limit]
-    for key in [key for key in examples if key.endswith(("one_hop.train", "one_hop.dev"))]:     # to learn from together
-        examples[key.replace("one_hop", "both")] = examples[key] + examples[key.replace("one_hop", "two_hop")]
-    return lines, examples
-
-
-def write_lines(path, records):
-    """JSON lines, written to a temporary name and renamed."""
-    write_file(path, lambda file: file.writelines(
-        (json.dumps(r, ensure_ascii=False) + "\n").encode() for r in records))
-
-
-def write_toy(folder, lines, examples):
-    """Writes what toy_world made: corpus.jsonl, and examples by task, hops and split as claims.one_hop.train.jsonl."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for name, records in examples.items():
-            write_lines(os.path.join(folder, name + ".jsonl"), records)
-        write_lines(os.path.join(folder, "corpus.jsonl"), lines)
-    except OSError as e:
-        raise UserError(f"{folder}: cannot be written ({e.strerror}); choose another folder") from e
+    counts["articles"], counts["entities"] = len(titles), len(entities) - 1
+    tokenizer.save(os.path.join(folder, "tokenizer.json"))
+    with open(os.path.join(folder, "names.json"), "w", encoding="utf-8") as file:
+        json.dump([list(titles), list(entities)], file)
+    crc32 = {name: checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
+    write_json(os.path.join(folder, "meta.json"), {
+        "format": Corpus.FORMAT, "recipe": recipe, "counts": counts, "dropped": dropped,
+        "n_trained": counts["passages"] if old is None else old.n_trained,
+        "special": special, "vocab_size": tokenizer.get_vocab_size(), "crc32": crc32})
+
+
+def _encodings(path, tokenizer):
+    """(text, its encoding) of each text of a corpus file."""
+    texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
+    while chunk := list(islice(texts, 1024)):
+        encodings = tokenizer.encode_batch([text.text for text in chunk], add_special_tokens=False)
+        yield from zip(chunk, encodings)
 
 
 # ---------------------------------------------------------------- Wikipedia dumps
@@ -1688,7 +1895,8 @@ def task_example(name, record) -> dict:
         label = record.get("label")
         if not isinstance(label, str | None) or label not in LABELS:
             raise ValueError(f'"label" is {label!r}')
-        example = {"text": _string(record, CLAIMS[name]), "label": LABELS[label]}
+        check_fields(record, {CLAIMS[name]: "a string"})
+        example = {"text": record[CLAIMS[name]], "label": LABELS[label]}
     else:
         key, names = QUESTIONS[name]
         try:
@@ -1697,10 +1905,11 @@ def task_example(name, record) -> dict:
             raise ValueError(f"its answers are not in the published form ({type(e).__name__}: {e})") from e
         if not all(isinstance(a, str) for a in answers):
             raise ValueError("an answer is not a string")
-        example = {"question": _string(record, key), "answer_text": answers}
+        check_fields(record, {key: "a string"})
+        example = {"question": record[key], "answer_text": answers}
     if record.get("mentions") is not None:                  # else they are found when the example is used
         text = example["text" if name in CLAIMS else "question"]
-        example["mentions"] = [m._asdict() for m in _mentions(record, text)]
+        example["mentions"] = [m._asdict() for m in read_mentions(record, text)]
     return example
 
 
@@ -1766,51 +1975,72 @@ def task(name, paths, out, corpus=None, entities=None):
 
 # ---------------------------------------------------------------- command line
 
-def check(path, vocab=None) -> int:
-    """Prints the counts of a corpus file, or its first ten errors. Returns the exit code."""
+def check(path, vocab=None, preset="base") -> int:
+    """Prints what a corpus file holds and ten mentions of it, or its first ten errors."""
     errors = []
     for _ in read_corpus(path, errors):
         if len(errors) >= 10:
             break
     if errors:
-        print("\n".join(errors[:10]))
+        print(printable("\n".join(errors[:10])))
         return 1
-    tokenizer = load_tokenizer(vocab) if vocab else train_tokenizer(t.text for t in read_corpus(path))
+    settings = dict(TEXT_PRESETS[preset])
+    texts, vocab_size = (text.text for text in read_corpus(path)), settings.pop("vocab")
+    tokenizer = load_tokenizer(vocab) if vocab else train_tokenizer(texts, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus.build(path, folder + "/corpus", tokenizer, passage_length=128, max_length=512)
-        counts, dropped, each = corpus.meta["counts"], corpus.meta["dropped"], np.diff(corpus.mention_first)
-    for name in "texts articles passages tokens mentions_read mentions linked entities".split():
+        corpus = Corpus.build(path, os.path.join(folder, "corpus"), tokenizer, **settings)
+    counts, each = corpus.meta["counts"], np.diff(corpus.mention_first)
+    counts["passages_held_out"] = counts["held_out"]
+    counts["mentions_to_evaluate_on"] = len(eval_mentions(corpus))
+    for name in ("texts", "texts_without_a_token", "articles", "passages", "passages_held_out",
+                 "tokens", "mentions_read", "mentions", "linked", "entities",
+                 "mentions_to_evaluate_on"):
         print(f"{name.replace('_', ' '):<24}{counts[name]:>12,}")
+    print(f"{'mentions dropped':<24}{corpus.dropped_in_words():>12}")
     print(f"{'mentions a passage':<24}{each.min()} to {each.max()}, {each.mean():.2f} on average")
-    print(f"{'texts without a token':<24}{counts['texts_without_a_token']:>12,}")
-    print(f"{'mentions dropped':<24}{sum(dropped.values()):>12,}")
-    for reason, n in dropped.items():
-        print(f"  {reason}: {n:,}")
+    if not counts["mentions_to_evaluate_on"]:
+        print("Nothing can be evaluated: no held-out passage names an entity that another passage "
+              'names too; mark more texts with "split": "held_out".')
+    print("Some mentions in brackets, and what they are linked to:")
+    some = np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]
+    for m in np.sort(some):
+        entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
+        print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
     return 0
 
 
-def main():
+def at_least_one(text) -> int:
+    """A type of argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
     commands = parser.add_subparsers(dest="command", required=True)
     toy = commands.add_parser("toy", help="write corpus.jsonl and examples of a made-up world")
     toy.add_argument("--out", required=True)
     toy.add_argument("--seed", type=int, default=0)
-    checked = commands.add_parser("check", help="count what a corpus file holds, or report its errors")
+    checked = commands.add_parser("check", help="count what a corpus holds, or list its errors")
     checked.add_argument("file")
-    checked.add_argument("--vocab", help="a BERT vocab.txt or a tokenizer.json of ours (default: trained)")
-    dump = commands.add_parser("wiki", help="turn a Wikipedia dump (pages-articles, XML or bz2) into a corpus file")
+    checked.add_argument("--preset", choices=TEXT_PRESETS, default="base", help="as train.py's")
+    checked.add_argument("--vocab", help="a vocab.txt or a tokenizer.json (default: trained)")
+    dump = commands.add_parser("wiki", help="turn a Wikipedia dump (pages-articles) into a corpus")
     dump.add_argument("file")
     dump.add_argument("--out", required=True, help="corpus.jsonl or corpus.jsonl.gz")
-    dump.add_argument("--no-extend", action="store_true", help="leave further mentions of a page's links unlinked")
-    dump.add_argument("--workers", type=int, default=1)
+    dump.add_argument("--no-extend", action="store_true", help="only links as they are written")
+    dump.add_argument("--workers", type=at_least_one, default=1)
     published = commands.add_parser("task", help="turn the published files of a task into examples")
     published.add_argument("name", choices=[*CLAIMS, *QUESTIONS])
     published.add_argument("files", nargs="+")
     published.add_argument("--out", required=True)
     named = published.add_mutually_exclusive_group()
-    named.add_argument("--corpus", help="questions: map answers to the entities of this corpus file")
-    named.add_argument("--entities", help="questions: map answers to the names in this file, one a line")
+    named.add_argument("--corpus", help="questions: map answers to the entities of this corpus")
+    named.add_argument("--entities", help="questions: … to the names in this file, one a line")
     args = parser.parse_args()
+    for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
+        stream.reconfigure(errors="backslashreplace")
     try:
         if args.command == "toy":
             write_toy(args.out, *toy_world(args.seed))
@@ -1819,10 +2049,13 @@ def main():
         elif args.command == "task":
             task(args.name, args.files, args.out, args.corpus, args.entities)
         else:
-            return check(args.file, args.vocab)
-    except UserError as e:
-        print(e, file=sys.stderr)
+            return check(args.file, args.vocab, args.preset)
+    except (UserError, OSError) as e:
+        print(printable(f"data.py: {e}"), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("data.py: stopped; nothing half-written is left", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -2,12 +2,18 @@
 
 Every expected value comes from a plain loop in this file.   pytest tests/test_data.py
 """
+import bz2
 import gzip
 import json
+import lzma
+import os
 import re
+import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter, defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +23,7 @@ import torch
 import data
 from data import CLS, E_END, E_START, MASK, PAD, SEP, SPECIAL, UNK, UserError, Mention
 
+ROOT = Path(data.__file__).resolve().parent
 WORDS = "ash birch cedar elm fir hazel larch maple oak pine rowan spruce willow yew".split()
 
 
@@ -67,27 +74,32 @@ def toy():
 
 GOOD = line("Rome is old", (0, 4, "Rome"))
 BAD_LINES = {
-    "{": "not JSON", '{"title": "a"} {}': "not JSON", "[1]": "not a JSON object", "7": "not a JSON object",
-    "[" * 100_000: "not JSON", '{"text": "a", "mentions": []}': '"title" is missing',
-    '{"title": 3, "text": "a", "mentions": []}': '"title" is not a string',
-    '{"title": "a", "mentions": []}': '"text" is missing',
-    '{"title": "a", "text": null, "mentions": []}': '"text" is not a string',
-    '{"title": "a", "text": "b"}': '"mentions" is missing',
-    '{"title": "a", "text": "b", "mentions": {}}': '"mentions" is not a list',
-    '{"title": "a", "text": "b", "mentions": [1]}': "mention 0: not an object",
+    "{": "not JSON", '{"title": "a"} {}': "not JSON", "7": "not a JSON object", "null": "not a JSON",
+    "[1]": "a JSON array; write one object a line", "<html>": "HTML or XML, not JSON",
+    '{"a":' * 100_000: "not JSON", "[" * 100_000: "a JSON array",
+    '{"text": "a", "mentions": []}': "title: missing",
+    '{"title": 3, "text": "a", "mentions": []}': "title: not a string",
+    '{"title": "a", "mentions": []}': "text: missing",
+    '{"title": "a", "text": null, "mentions": []}': "text: not a string",
+    '{"title": "a", "text": "b"}': "mentions: missing",
+    '{"title": "a", "text": "b", "mentions": {}}': "mentions: not a list",
+    '{"title": "a", "text": "b", "mentions": [1]}': "mentions[0]: not a JSON object",
     '{"title": "a", "text": "\\ud800", "mentions": []}': "surrogate",
-    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': '"split"',
+    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': 'split: not "train" or',
 }
 BAD_MENTIONS = {
-    '"end": 1, "entity": "x"': '"start" is missing', '"start": 0, "entity": "x"': '"end" is missing',
-    '"start": true, "end": 1, "entity": "x"': '"start" is not an integer',
-    '"start": 0.0, "end": 1, "entity": "x"': '"start" is not an integer',
-    '"start": -1, "end": 1, "entity": "x"': "do not fit", '"start": 0, "end": 5, "entity": "x"': "do not fit",
-    '"start": 2, "end": 2, "entity": "x"': "do not fit", '"start": 2, "end": 1, "entity": "x"': "do not fit",
-    '"start": 0, "end": 1': '"entity" is missing', '"start": 0, "end": 1, "entity": ""': '"entity" is empty',
-    '"start": 0, "end": 1, "entity": 5': '"entity" is not a string',
+    '"end": 1, "entity": "x"': ".start: missing", '"start": 0, "entity": "x"': ".end: missing",
+    '"start": true, "end": 1, "entity": "x"': ".start: not a whole number",
+    '"start": 0.0, "end": 1, "entity": "x"': ".start: not a whole number",
+    '"start": -1, "end": 1, "entity": "x"': "do not fit",
+    '"start": 0, "end": 5, "entity": "x"': "do not fit",
+    '"start": 2, "end": 2, "entity": "x"': "do not fit",
+    '"start": 2, "end": 1, "entity": "x"': "do not fit",
+    '"start": 0, "end": 1': ".entity: missing",
+    '"start": 0, "end": 1, "entity": ""': ".entity: not a name or null",
+    '"start": 0, "end": 1, "entity": 5': ".entity: not a name or null",
 }
-BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: "mention 0: " + what
+BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: what
               for mention, what in BAD_MENTIONS.items()}
 
 
@@ -97,18 +109,46 @@ def test_a_bad_line_is_reported_with_file_and_line(tmp_path, bad):
     with pytest.raises(UserError) as e:
         list(data.read_corpus(path))
     assert str(e.value).startswith(f"{path}:3: ") and "\n" not in str(e.value)
-    assert all(part in str(e.value) for part in BAD_LINES[bad].split(": "))
+    assert BAD_LINES[bad] in str(e.value)
+    assert ("mentions[0]" in str(e.value)) == ("mentions[0]" in BAD_LINES[bad] or "four" in bad)
 
 
-def test_unreadable_files_are_one_sentence(tmp_path):
-    (tmp_path / "latin.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\xe9\n")
-    (tmp_path / "plain.jsonl.gz").write_text(json.dumps(GOOD))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode() * 99)[:-12])
-    for name, what in {"latin.jsonl": ":2: not UTF-8", "plain.jsonl.gz": "not a whole gzip",
-                       "cut.jsonl.gz": "not a whole gzip", "none.jsonl": "No such file",
-                       ".": "cannot be read"}.items():
+def test_unreadable_files_are_one_sentence_that_names_the_cure(tmp_path):
+    good = json.dumps(GOOD).encode() + b"\n"
+    for name, content in {
+            "latin.jsonl": good + b"\xe9\n", "half.jsonl": good + b'{"title": "\xed\xa0\x80"}\n',
+            "cut.jsonl.gz": gzip.compress(good * 99)[:-12], "cut.jsonl": gzip.compress(good * 99)[:-12],
+            "c.zip": b"PK\3\4" + good, "c.jsonl": lzma.compress(good), "c.bz2": bz2.compress(good),
+            "c.7z": b"7z\xbc\xaf\x27\x1c", "long.jsonl": good + b" " * (data.MAX_LINE + 9)}.items():
+        (tmp_path / name).write_bytes(content)
+    os.mkfifo(tmp_path / "pipe")
+    for name, what in {
+            "latin.jsonl": ":2: not UTF-8", "half.jsonl": ":2: not UTF-8",
+            "cut.jsonl.gz": "not a whole gzip", "cut.jsonl": "not a whole gzip",
+            "c.zip": "a zip archive; unpack it", "c.jsonl": "an? xz archive; unpack",
+            "c.bz2": "bz2 archive; unpack", "c.7z": "7z archive; unpack",
+            "long.jsonl": ":2: .*put one text on a line", "none.jsonl": "No such file.*check the name",
+            ".": "give a file, not a folder or a pipe", "pipe": "not a folder or a pipe"}.items():
         with pytest.raises(UserError, match=what):
             list(data.read_corpus(tmp_path / name))
+
+
+def test_a_line_without_end_is_refused_before_it_is_read(tmp_path):
+    with open(tmp_path / "c.jsonl", "wb") as file:          # 1.5 GB, but for the disk it is empty
+        file.truncate(1_500_000_000)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="c.jsonl:1: over"):
+        list(data.read_corpus(tmp_path / "c.jsonl"))
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
+
+
+def test_a_byte_order_mark_is_skipped_and_gzip_is_known_by_its_content(tmp_path):
+    plain = json.dumps(GOOD).encode() + b"\n"
+    for name, content in {"bom.jsonl": b"\xef\xbb\xbf" + plain, "named.jsonl": gzip.compress(plain),
+                          "not.gz": plain, "both.gz": gzip.compress(b"\xef\xbb\xbf" + plain)}.items():
+        (tmp_path / name).write_bytes(content)
+        assert [text.text for text in data.read_corpus(tmp_path / name)] == ["Rome is old"]
 
 
 def test_plain_and_gzipped_files_read_alike_and_unknown_fields_are_ignored(tmp_path):
@@ -130,20 +170,59 @@ def run(monkeypatch, capsys):
 
 
 def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run):
-    good = write(tmp_path / "good.jsonl", [line("Rome  is old", (0, 4, "Rome"), (4, 5, "X"), (6, 8, None))])
-    done = run("check", good)
-    counts = dict(row.rsplit(maxsplit=1) for row in done.stdout.splitlines() if "average" not in row)
+    mentions = (0, 4, "Rome"), (4, 5, "X"), (6, 8, None)
+    done = run("check", write(tmp_path / "good.jsonl", [line("Rome  is old", *mentions)]))
+    counts = dict(re.split("  +", row)[:2] for row in done.stdout.splitlines() if "   " in row)
     assert done.returncode == 0
-    assert counts == {"texts": "1", "articles": "1", "passages": "1", "tokens": "3", "mentions read": "3",
-                      "mentions": "2", "linked": "1", "entities": "2", "texts without a token": "0",
-                      "mentions dropped": "1", "  without a token:": "1"}
+    assert counts == {"texts": "1", "articles": "1", "passages": "1", "tokens": "3",
+                      "mentions read": "3", "mentions": "2", "linked": "1", "entities": "2",
+                      "texts without a token": "0", "mentions dropped": "1 without a token",
+                      "mentions a passage": "2 to 2, 2.00 on average", "passages held out": "0",
+                      "mentions to evaluate on": "0"}
     bad = write(tmp_path / "bad.jsonl", [GOOD, *["{"] * 12])
     done = run("check", bad)
     assert done.returncode == 1 and not done.stderr
     assert [row.split(" ")[0] for row in done.stdout.splitlines()] == [f"{bad}:{n}:" for n in range(2, 12)]
     for path in (tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl", [])):
         done = run("check", path)
-        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and str(path) in done.stderr
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"data.py: {path}")
+
+
+def test_check_shows_mentions_in_context_as_written_and_warns_of_nothing_to_evaluate(tmp_path, run):
+    records = [line(f"In {i} ROME was o\x1bld", (5, 9, "Rome"), title=f"T{i}", split="train")
+               for i in range(8)]
+    done = run("check", write(tmp_path / "a.jsonl", records))
+    assert "Nothing can be evaluated" in done.stdout and done.stdout.count("-> Rome") == 8
+    assert "T3: In 3 [ROME] was o\\x1bld -> Rome" in done.stdout
+    held_out = [{**record, "split": "held_out"} for record in records[:2]]
+    done = run("check", write(tmp_path / "b.jsonl", held_out + records[2:]))
+    assert "Nothing can" not in done.stdout
+    assert re.search("passages held out +2\nmentions? ?.*\n?", done.stdout.replace("tokens", "mentions"))
+    assert re.search("mentions to evaluate on +2\n", done.stdout)
+
+
+def test_check_reads_as_the_preset_does(tmp_path, run):
+    words = " ".join(f"w{i}" for i in range(100))
+    path = write(tmp_path / "c.jsonl", [line(words, (0, len(words), "All"), (0, 2, "First"))])
+    for preset, dropped in {"toy": "1 longer than a passage", "mini": "1 longer", "base": "none"}.items():
+        assert re.search(f"mentions dropped +{dropped}", run("check", path, "--preset", preset).stdout)
+
+
+def test_a_terminal_without_utf8_ctrl_c_and_bad_arguments(tmp_path, run, monkeypatch):
+    path = write(tmp_path / "c.jsonl", [line("Zürich – 東京", (0, 6, "Zürich"))])
+    done = subprocess.run([sys.executable, data.__file__, "check", path], capture_output=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b"[Z\\xfcrich] \\u2013" in done.stdout and not done.stderr
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(data, "toy_world", interrupt)
+    done = run("toy", "--out", tmp_path / "world")
+    assert done.returncode == 130 and done.stderr.startswith("data.py: stopped")
+    for workers in ("0", "-1", "two"):
+        with pytest.raises(SystemExit):
+            run("wiki", path, "--out", tmp_path / "out", "--workers", workers)
 
 
 def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(tmp_path):
@@ -153,20 +232,114 @@ def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(
             build(tmp_path, records, name=name)
     (tmp_path / "full").mkdir()
     write(tmp_path / "full" / "letter.txt", ["dear"])
-    with pytest.raises(UserError, match="not a tokenised corpus"):
+    with pytest.raises(UserError, match="full: exists"):
         build(tmp_path, [GOOD], name="full")
+    assert (tmp_path / "full" / "letter.txt").read_text() == "dear\n"
     with pytest.raises(UserError, match="bad.jsonl:2"):
         bad = write(tmp_path / "bad.jsonl", [GOOD, "{"])
         data.Corpus.build(bad, tmp_path / "bad", data.train_tokenizer(["Rome"], 99), 8, 9)
-    assert not list(tmp_path.glob("*.tmp"))
-    corpus, _ = build(tmp_path, [GOOD], name="again")
-    corpus, _ = build(tmp_path, [GOOD, GOOD], name="again")
-    assert len(corpus.held_out) == 2
+    assert not list(tmp_path.glob("*.part"))
+    build(tmp_path, [GOOD, GOOD], name="again")
     with open(tmp_path / "again" / "tokens.bin", "ab") as file:
         file.write(b"1234")
     for folder in ("again", "nowhere"):
         with pytest.raises(UserError, match="not a whole tokenised corpus"):
-            data.Corpus.open(tmp_path / folder)
+            data.Corpus(tmp_path / folder)
+
+
+def test_appended_text_follows_what_was_there_and_is_held_out(tmp_path):
+    first, more = random_texts(7, 30), random_texts(8, 20)
+    old, tokenizer = build(tmp_path, first, name="old")
+    both, path = write(tmp_path / "both.jsonl", first + more), write(tmp_path / "more.jsonl", more)
+    new = data.Corpus.build(path, tmp_path / "new", tokenizer, 16, 64, {"made": "here"}, old)
+    third = data.Corpus.build(path, tmp_path / "third", tokenizer, 16, 64, None, new)
+    whole = data.Corpus.build(both, tmp_path / "whole", tokenizer, 16, 64)
+    for name in data.Corpus.ARRAYS.keys() - {"held_out"}:
+        assert (getattr(new, name) == getattr(whole, name)).all(), name
+    assert (new.titles, new.entity_names) == (whole.titles, whole.entity_names)
+    n = len(old.article)
+    assert old.n_trained == new.n_trained == third.n_trained == n < len(new.article) < len(third.article)
+    assert (new.held_out[:n] == old.held_out).all() and new.held_out[n:].all()
+    assert new.meta["recipe"] == {"made": "here"} and old.meta["recipe"] is None
+    known = len(old.entity_names)
+    assert (new.entity_count[:known] == old.entity_count).all() and not new.entity_count[known:].any()
+    for key in ("texts", "mentions", "linked", "tokens", "articles", "entities"):
+        assert new.meta["counts"][key] == whole.meta["counts"][key], key
+
+
+def test_a_build_that_is_killed_leaves_no_folder_and_the_next_one_is_whole(tmp_path, monkeypatch):
+    path = write(tmp_path / "c.jsonl", random_texts(1, 20))
+    tokenizer = data.train_tokenizer(WORDS, 500)
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "elsewhere" / "letter.txt", ["dear"])
+    (tmp_path / "c.part").symlink_to(tmp_path / "elsewhere")            # and no link is followed
+    order = []
+    for name in ("fsync", "rename"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real, name=name: order.append(name) or real(*a))
+    whole = data.Corpus.build(path, tmp_path / "c", tokenizer, 16, 64)
+    assert order.count("rename") == 1 and order[-2:] == ["rename", "fsync"]     # durable before and after
+    assert order.count("fsync") >= len(list((tmp_path / "c").iterdir())) + 2
+    assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["letter.txt"]
+    monkeypatch.setattr(data, "commit_folder", lambda *_: os._exit(9))
+    child = os.fork()
+    if not child:
+        data.Corpus.build(path, tmp_path / "d", tokenizer, 16, 64)
+    assert os.waitpid(child, 0)[1] >> 8 == 9 and not (tmp_path / "d").exists()
+    monkeypatch.undo()
+    again = data.Corpus.build(path, tmp_path / "d", tokenizer, 16, 64)
+    assert again.meta == whole.meta and not (tmp_path / "d.part").exists()
+
+
+# ---------------------------------------------------------------- files
+
+def test_no_link_is_followed_and_what_is_no_file_stays(tmp_path, monkeypatch):
+    replace = "import os; real = os.replace; " \
+              "os.replace = lambda a, b: b.startswith('/dev') and 1 / 0 or real(a, b); "
+    monkeypatch.setattr(os, "replace", os.replace)              # put back at the end
+    exec(replace, {})                                           # a device is never put at risk
+    mine = write(tmp_path / "mine.txt", ["dear"])
+    (tmp_path / "out.jsonl.tmp").symlink_to(mine)
+    (tmp_path / "out.jsonl").symlink_to(mine)
+    data.write_lines(tmp_path / "out.jsonl", [{"a": 1}])
+    assert mine.read_text() == "dear\n" and not (tmp_path / "out.jsonl").is_symlink()
+    assert (tmp_path / "out.jsonl").read_text() == '{"a": 1}\n'
+    data.write_lines("/dev/null", [{"a": 1}])
+    assert not os.path.isfile("/dev/null")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    data.write_lines(tmp_path / "pipe", [{"a": 1}])
+    assert os.read(reader, 99) == b'{"a": 1}\n' and not (tmp_path / "pipe").is_file()
+    os.close(reader)
+    code = replace + "import data; data.write_lines('/dev/stdout', [{'a': 1}])"
+    with open(tmp_path / "stdout", "wb") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, cwd=ROOT)
+    assert (tmp_path / "stdout").read_text() == '{"a": 1}\n' and os.path.islink("/dev/stdout")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.txt", "out.jsonl", "pipe", "stdout"]
+
+
+def test_a_missing_folder_is_not_a_full_disk(tmp_path):
+    with pytest.raises(UserError, match="cannot be written .*; make its folder first"):
+        data.write_json(tmp_path / "none" / "a.json", {})
+    with pytest.raises(UserError, match="cannot be written .*; choose another place"):
+        data.write_json(tmp_path, {})
+
+
+def test_json_that_was_changed_or_is_nested_without_end_is_refused(tmp_path):
+    path = tmp_path / "a.json"
+    data.write_json(path, {"a": [1, "é"]})
+    assert data.read_json(path) == {"a": [1, "é"]}
+    changed = path.read_text().replace("1", "2", 1)
+    for text in (changed, "[" * 100_000, '{"a":' * 100_000, "[]", "3", "{}", "{"):
+        path.write_text(text)
+        with pytest.raises(ValueError):
+            data.read_json(path)
+
+
+def test_what_could_command_a_terminal_is_shown_escaped():
+    assert data.printable("a\x1b[31m\x07\r\u202e\u2066\x9b\ud800") == (
+        r"a\x1b[31m\x07\r\u202e\u2066\x9b\ud800")
+    assert data.printable("Zürich\t東京\n😀…") == "Zürich\t東京\n😀…"
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -192,7 +365,7 @@ def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
     write(tmp_path / "none.txt", ["[unused0]", "[unused1]", "rome"])
     write(tmp_path / "bad.json", ["{}"])
     for name, what in (("few.txt", "unusedN"), ("none.txt", "lacks"), ("bad.json", "not a tokenizer"),
-                       ("no.json", "no such")):
+                       ("no.json", "No such file")):
         with pytest.raises(UserError, match=what):
             data.load_tokenizer(tmp_path / name)
 
@@ -596,6 +769,31 @@ def test_names_are_found_by_longest_match_on_whole_words():
         ("Mercury", "Mercury_(planet)"), ("ÎLE DE FRANCE", "Île_de_France")]
     assert data.find_mentions(text, data.name_index(names)) == found
     assert data.find_mentions("nothing", []) == [] and data.find_mentions("", names) == []
+
+
+def test_a_long_name_is_found_in_linear_time():
+    words = [f"w{i}" for i in range(1000)]
+    names = data.name_index([" ".join(words), *(" ".join(words[i:i + 3]) for i in range(990))])
+    start = time.process_time()
+    found = data.find_mentions(" ".join(words[:999] + ["x"] + words), names)
+    assert time.process_time() - start < 2                  # it took 17 s
+    assert len(found) == 330 + 1 and found[-1].entity == " ".join(words)
+
+
+def test_names_are_found_in_scripts_without_spaces():
+    text = "彼は東京タワーと京都へ行った。OpenAIの東京支社"
+    found = data.find_mentions(text, ["東京", "東京タワー", "京都", "OpenAI"])
+    assert [text[m.start:m.end] for m in found] == ["東京タワー", "京都", "OpenAI", "東京"]
+
+
+def test_mentions_behind_max_length_are_counted():
+    tokenizer = data.train_tokenizer(["a b c d e f"], 99)
+    mentions = [Mention(0, 1, "A"), Mention(6, 7, "D"), Mention(10, 11, "F")]
+    examples = [data.Example("a b c d e f", mentions, None, ["A"], {})] * 2
+    for max_length, cut in ((32, 0), (14, 2), (9, 4)):
+        assert data.count_cut_mentions(examples, tokenizer, max_length) == cut
+        batch = data.example_batch(examples, "qa", tokenizer, {}, max_length=max_length)
+        assert len(batch.row) == 2 * 3 - cut + 2 and batch.tokens.shape[1] <= max_length
 
 
 def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():

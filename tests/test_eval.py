@@ -1,14 +1,16 @@
 """Real tasks, their controls and figures, what was retrieved, BM25.   python -m pytest tests/test_eval.py"""
 import contextlib
+import html
 import io
 import json
 import math
 import re
+import subprocess
 import sys
-import time
+import threading
 import types
 from collections import Counter
-from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ import torch
 import data
 import eval as evaluation
 import train
+import tables
+from memory import Retrieved
 from test_train import TINY, weights
 
 EVIL = "<script>alert('x')</script> & Co"
@@ -48,8 +52,8 @@ def out(tmp_path_factory):
                                   "split": "held_out" if n == 2 else "train"}), file=file)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train.PRESETS, "toy", {**TINY, "n_initial": 2})
-        assert train.main(["--stage", "tome", "--blocks", "2", "--corpus", str(folder / "corpus.jsonl"), "--out",
-                           str(folder / "run")]) == 0
+        assert train.main(["--stage", "tome", "--blocks", "2", "--quiet", "--corpus",
+                           str(folder / "corpus.jsonl"), "--out", str(folder / "run")]) == 0
         yield folder / "run"
 
 
@@ -63,7 +67,8 @@ def run(out, monkeypatch):
 
 
 def finetune(run, task, path):
-    return train.main(["--stage", "finetune", "--task", task, "--examples", str(path), "--out", str(run)])
+    return train.main(["--stage", "finetune", "--task", task, "--examples", str(path), "--quiet",
+                       "--out", str(run)])
 
 
 def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path, monkeypatch):
@@ -75,7 +80,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     caught = {}
     monkeypatch.setattr(train, "train_stage", lambda run, stage, model, schedule, next_batch, losses, *_: caught.update(
         model=model.eval(), batch=next_batch(0), losses=losses))
-    loaded, _, _ = evaluation.open_run(run)
+    loaded, _, _ = train.open_run(run)
     train.stage_finetune(loaded, "claims", train.Schedule(1, 1e-3, 0, len(claims)), path, with_clozes=True)
     model, batch = caught["model"], caught["batch"]
     with torch.no_grad():
@@ -207,7 +212,7 @@ def test_a_test_file_is_shown_but_neither_learnt_from_nor_measured(run, tmp_path
 
 
 def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(run, tmp_path):
-    loaded, tome, memory = evaluation.open_run(run)
+    loaded, tome, memory = train.open_run(run)
     claims = write(tmp_path / "claims.jsonl", [{"text": c, "label": label} for c, label in
                                                zip(CLAIMS, ["SUPPORTS", None, "NOT ENOUGH INFO"])])
     assert [e.label for e in train.read_examples(loaded, "claims", claims)] == [1, 2]
@@ -221,7 +226,7 @@ def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(
 
 def test_without_memory_the_layers_are_off(run):
     """By hand: the blocks' Transformers alone, the mean of the markers, the head; that says the labels, so all is right."""
-    loaded, tome, memory = evaluation.open_run(run)
+    loaded, tome, memory = train.open_run(run)
     memory.values *= 100                                            # that what is attended to is seen in what is said
     means, with_memory = [], []
     examples = [data.Example(claim, data.find_mentions(claim, NAMES), 0, [], {}) for claim in CLAIMS]
@@ -236,13 +241,13 @@ def test_without_memory_the_layers_are_off(run):
         torch.manual_seed(seed)
         torch.nn.init.normal_(tome.claim.weight)
         said = [int((tome.claim.weight @ mean + tome.claim.bias).argmax()) for mean in means]
-        cell = evaluation.example_figures(loaded, tome, memory, "claims", [example._replace(label=label) for example, label
-                                                                           in zip(examples, said)])
+        judged = [example._replace(label=label) for example, label in zip(examples, said)]
+        cell = evaluation.figures_of(loaded, tome, memory, "claims", judged)
         assert cell["without_memory"] == 1
         with_memory.append(cell["memory"])
     assert min(with_memory) < 1
     nobody = [data.Example("Nobody is named here.", [], 0, [], {})]         # nothing to look up is no error
-    assert evaluation.example_figures(loaded, tome, memory, "claims", nobody)["n"] == 1
+    assert evaluation.figures_of(loaded, tome, memory, "claims", nobody)["n"] == 1
 
 
 # ---------------------------------------------------------------- mentions of claims and questions
@@ -258,7 +263,7 @@ def fake_spacy(monkeypatch, load=None):
 
 
 def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run, tmp_path, monkeypatch, capsys):
-    loaded, _, _ = evaluation.open_run(run)
+    loaded, _, _ = train.open_run(run)
     text = "Did the teacher of Alma Verran like the tea?"
     path = write(tmp_path / "qa.jsonl", [
         {"question": text, "answers": NAMES[:1], "mentions": [{"start": 0, "end": 3, "entity": None}]},
@@ -298,7 +303,7 @@ def test_wilsons_interval_holds_the_shares_that_the_count_does_not_reject():
 
 @pytest.mark.parametrize("passages", [slice(None), slice(3, None, 4)])
 def test_bm25_is_robertsons_formula(run, passages):
-    corpus = evaluation.open_run(run)[0].corpus
+    corpus = train.open_run(run)[0].corpus
     chosen, k1, b = np.arange(len(corpus.article))[passages], 0.9, 0.4
     special = set(corpus.special.values())
     texts = {int(p): [t for t in corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
@@ -327,7 +332,7 @@ def test_bm25_is_robertsons_formula(run, passages):
 
 
 def test_bm25_has_a_hit_where_a_passage_holds_a_linked_mention_of_an_answer(run):
-    loaded, _, memory = evaluation.open_run(run)
+    loaded, _, memory = train.open_run(run)
     tea = int(next(p for p in range(len(loaded.corpus.article)) if "tea" in loaded.corpus.passage_text(p)
                    and "Alma" in loaded.corpus.passage_text(p)))
     index = evaluation.BM25(loaded.corpus, np.array([tea]))
@@ -340,20 +345,21 @@ def test_bm25_has_a_hit_where_a_passage_holds_a_linked_mention_of_an_answer(run)
 # ---------------------------------------------------------------- looking
 
 def test_what_is_shown_is_what_each_layer_retrieved(run, capsys):
-    loaded, tome, memory = evaluation.open_run(run)
+    loaded, tome, memory = train.open_run(run)
     text = "Alma Verran was taught by Boris Holt."
-    shown, = evaluation.show_examples(loaded, tome, memory, None, [evaluation.example_of(loaded, text)])
-    assert shown.text == text and shown.says == ""
-    assert [words for words, _ in shown.mentions] == ["alma verran", "boris holt"]
+    example = evaluation.example_of(loaded, text)
+    (shown_text, says, mentions), = evaluation.show_examples(loaded, tome, memory, None, [example])
+    assert shown_text == text and says == ""
+    assert [words for words, _ in mentions] == ["Alma Verran", "Boris Holt"]
     index = {name: i for i, name in enumerate(loaded.corpus.entity_names)}
-    batch = data.example_batch([evaluation.example_of(loaded, text)], "claims", loaded.tokenizer, index)
+    batch = data.example_batch([example], "claims", loaded.tokenizer, index)
     with torch.no_grad():
         H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
         for layer, block in enumerate(tome.blocks, 1):
             query = block.memory_attention.query(H, batch.row, batch.start, batch.end)
             scores = [sorted((q @ memory.keys.T).tolist(), reverse=True) for q in query]
-            for (_, layers), best in zip(shown.mentions, scores):
-                name, memories = layers[layer - 1]
+            for (_, layers), best in zip(mentions, scores):
+                name, memories = list(layers.items())[layer - 1]
                 top = best[:tome.config.k]
                 assert name == f"layer {layer}"
                 assert [w for w, _ in memories] == pytest.approx(
@@ -378,24 +384,22 @@ def test_held_out_mentions_are_shown_by_number(run, capsys):
     assert printed.count("says: ") == 2 and "[MASK]" in printed and "layer 2" in printed
 
 
-def test_what_is_shown_has_no_dropout(run, capsys):
-    _, tome, memory = loaded = evaluation.open_run(run)
+def test_what_is_shown_has_no_dropout(run):
+    _, tome, memory = loaded = train.open_run(run)
     for module in tome.modules():
         if hasattr(module, "p"):
             module.p = 0.5
     evaluation.masked_mention_figures(*loaded)
-    evaluation.print_shown(loaded[0], evaluation.show_masked(*loaded))
-    first = capsys.readouterr().out
+    first = evaluation.show_masked(*loaded)
     tome.train()
-    evaluation.print_shown(loaded[0], evaluation.show_masked(*loaded))
-    assert capsys.readouterr().out == first != ""
+    assert evaluation.show_masked(*loaded) == first != []
 
 
 def test_a_subject_that_is_no_article_is_not_taken_away(run, tmp_path):
     path = write(tmp_path / "claims.train.jsonl", [{"text": f"{NAMES[i]} met {NAMES[i + 1]}.", "label": "SUPPORTS", "subject": subject}
                                                    for i, subject in enumerate((NAMES[0], ["a", "list"], "nobody"))])
     finetune(run, "claims", path)
-    loaded = evaluation.open_run(run, "claims")
+    loaded = train.open_run(run, "claims")
     examples = train.read_examples(loaded[0], "claims", path)
     assert "fact_removed" in evaluation.figures_of(*loaded, "claims", examples[:1])
     assert "fact_removed" not in evaluation.figures_of(*loaded, "claims", examples)
@@ -406,11 +410,11 @@ def test_a_subject_that_is_no_article_is_not_taken_away(run, tmp_path):
         ("Who taught the [ old friend ]?", "Who taught the old friend?", ["old friend"]),               # no name at all
         ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt []", ["friend of Alma Verran", "Boris Holt"])))
 def test_what_a_typed_text_has_in_brackets_is_a_mention(run, text, plain, words):
-    loaded, tome, memory = evaluation.open_run(run)
+    loaded, tome, memory = train.open_run(run)
     example = evaluation.example_of(loaded, text)
     assert example.text == plain and [plain[m.start:m.end] for m in example.mentions] == words
-    shown, = evaluation.show_examples(loaded, tome, memory, None, [example])
-    assert [name for name, _ in shown.mentions] == [w.lower() for w in words]
+    (_, _, mentions), = evaluation.show_examples(loaded, tome, memory, None, [example])
+    assert [name for name, _ in mentions] == words
 
 
 def test_a_text_without_a_mention_and_flags_that_do_not_fit_are_one_sentence(run, capsys):
@@ -428,17 +432,18 @@ def test_the_page_holds_what_is_shown_escaped_and_nothing_from_elsewhere(run, tm
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; Co" in page
     assert not re.search(r"<script|<link|<img|<iframe|src=|href=|url\(|@import|https?:", page)
     assert '<meta name="viewport" content="width=device-width' in page
-    assert set(re.findall(r"</?(\w+)", page)) <= set(
-        "html head meta title style body h1 h2 h3 p section small b".split()), "what the data says is no markup"
-    loaded, tome, memory = evaluation.open_run(run)
-    shown = evaluation.show_examples(loaded, tome, memory, None, [evaluation.example_of(loaded, NAMES[0])])
-    page = evaluation.html_page(loaded, shown)
-    for _, layers in shown[0].mentions:
-        for layer, memories in layers:
+    assert set(re.findall(r"</?(\w+)", page)) <= set("html head meta title body h1 pre".split()), \
+        "what the data says is no markup"
+    loaded, tome, memory = train.open_run(run)
+    example = evaluation.example_of(loaded, f"{EVIL} was taught by {NAMES[0]}.")
+    (_, _, mentions), = evaluation.show_examples(loaded, tome, memory, None, [example])
+    text = html.unescape(page)
+    for _, layers in mentions:
+        for layer, memories in layers.items():
             for weight, m in memories:
                 title, left, name, right = loaded.corpus.mention_parts(m)
                 assert left + name + right == loaded.corpus.passage_text(loaded.corpus.passage_of(m))
-                assert f"{layer} · {weight:.2f}" in page
+                assert f"{layer}  {weight:.2f}  {title}: {left}[{name}]{right}" in text
 
 
 # ---------------------------------------------------------------- curves
@@ -447,100 +452,197 @@ def test_the_curve_of_a_stage_follows_its_log(out, tmp_path, capsys):
     write(tmp_path / "log.jsonl", [{"stage": stage, "step": 10 * i, "lr": .1, "tokens_per_second": 9, "mlm": 8.0 - i,
                                     "seen": {"accuracy": i / 10, "n": 5}, "unseen": {"accuracy": 0.0, "n": 0}}
                                    for stage in ("tome", "other") for i in range(1, 9)])
-    evaluation.print_curve(types.SimpleNamespace(out=tmp_path), "tome")
+    evaluation.print_curve(tmp_path, "tome")
     heading, mlm, seen = capsys.readouterr().out.strip().splitlines()
     assert heading == "tome, steps 10 to 80"
     assert mlm.split() == ["mlm", "7.000", "█▇▆▅▄▃▂▁", "0.000"]
     assert seen.split() == ["masked,", "seen", "0.100", "▁▂▃▄▅▆▇█", "0.800"]
-    evaluation.print_curve(types.SimpleNamespace(out=tmp_path), "memory")
+    evaluation.print_curve(tmp_path, "memory")
     assert capsys.readouterr().out == ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tables
+# ---------------------------------------------------------------- what a user meets
 
+def test_a_verdict_is_of_the_masked_mention_where_two_stand_in_one_passage(run, monkeypatch):
+    """The model always says "tea", which no mention is, for each token of the masked mention."""
+    loaded, tome, memory = train.open_run(run)
+    mentions = train.sample_eval_mentions(loaded, 5)
+    passages = loaded.corpus.passage_of(mentions).tolist()
+    assert len(set(passages)) < len(passages)
+    tea = loaded.tokenizer.encode("tea", add_special_tokens=False).ids[:1]
+
+    def constant(H, target_index):
+        logits = torch.zeros(len(target_index), loaded.config.vocab_size)
+        logits[:, tea] = 1
+        return logits
+
+    monkeypatch.setattr(tome, "mlm_logits", constant)
+    shown = evaluation.show_masked(loaded, tome, memory, 5)
+    assert len(shown) == len(mentions)
+    for mention, (text, says, _) in zip(mentions, shown):
+        n = len(data.eval_batch(loaded.corpus, mention[None]).target)
+        assert text == loaded.corpus.show_mention(mention)
+        assert says.startswith(f"{loaded.tokenizer.decode(n * tea)}   (wrong; entity seen")
+
+
+@pytest.mark.parametrize("title, info", [
+    ("None", {}), ("7", {"subject": 7}), ("None", {"bridge": None})])
+def test_an_article_is_only_taken_away_where_an_example_names_it(run, title, info):
+    loaded = train.open_run(run)
+    loaded[0].corpus.article_index[title] = 0
+    example = data.Example("Alma Verran met.", [], 1, [], info)
+    cell = evaluation.figures_of(*loaded, "claims", [example])
+    assert not {"fact_removed", "bridge_removed"} & cell.keys()
+
+
+def test_figures_of_no_mention_are_null(run, monkeypatch, capsys):
+    monkeypatch.setattr(train, "sample_eval_mentions", lambda run, n: np.zeros(0, int))
+    assert evaluate(run, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    for key in ("masked_mention", "same_entity_mass"):
+        for cell in figures[key].values():
+            assert cell.pop("n") == 0 and len(cell) > 1 and set(cell.values()) == {None}
+
+
+def test_ctrl_c_is_one_sentence(run, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(train, "evaluate_memory", interrupted)
+    assert evaluate(run, "--json") == 130
+    message = capsys.readouterr().err
+    assert "eval.py: stopped" in message and message.count("\n") == 1
+
+
+def test_the_report_is_whole_on_a_terminal_that_is_not_utf_8(run):
+    """In a program of its own; before --show the curve, figures, and parts of the memory."""
+    root = Path(evaluation.__file__).parent
+    code = (f"import runpy, sys; sys.path[:0] = [{str(root)!r}, {str(root / 'tests')!r}]; "
+            "import train; from test_train import TINY; "
+            "train.PRESETS['toy'] = {**TINY, 'n_initial': 2}; "
+            f"sys.argv = ['eval.py', '--out', {str(run)!r}]; "
+            f"runpy.run_path({str(root / 'eval.py')!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    printed = done.stdout
+    for part in ("masked_mention seen", "same_entity_mass seen", "10% of the memory", "says: ",
+                 "layer 2"):
+        assert part in printed
+
+
+def test_control_characters_do_not_reach_the_terminal(run, capsys):
+    assert evaluate(run, "--show", "\x1b[31m Alma Verran \u202e met.") == 0
+    printed = capsys.readouterr().out
+    assert "Alma Verran" in printed and "\x1b" not in printed and "\u202e" not in printed
+
+
+def test_a_page_for_a_missing_folder_is_refused_at_once(run, monkeypatch, capsys):
+    monkeypatch.setattr(train, "open_run", None)
+    assert evaluate(run, "--show", "--html", run / "missing" / "page.html") == 1
+    message = capsys.readouterr().err
+    assert f"--html {run / 'missing' / 'page.html'}" in message and message.count("\n") == 1
+
+
+def test_a_folder_without_a_run_is_answered_with_a_command_that_works(tmp_path, capsys):
+    assert evaluate(tmp_path / "no run") == 1
+    advice, = re.findall(r"python (train\.py .*)$", capsys.readouterr().err, re.MULTILINE)
+    assert advice.startswith("train.py --stage tome --out ")
+    train.parse_arguments(advice.split()[1:4] + [str(tmp_path / "no run")])
+
+
+def test_recall_is_of_the_best_20_also_where_a_table_is_in_its_own_order(run):
+    """A table of 50 entities: its first 20 rows are not the best ones."""
+    loaded, tome, _ = train.open_run(run)
+    answer = loaded.corpus.entity_index["Alma Verran"]
+    example = data.Example("Who?", [], None, ["Alma Verran"], {})
+    for at, score, hit in ((40, 1.0, 1), (0, -1.0, 0), (40, -1.0, 0), (0, 1.0, 1)):
+        entity, scores = torch.arange(100, 150)[None], torch.linspace(0.5, 0, 50)[None]
+        entity[0, at], scores[0, at] = answer, score
+        table = types.SimpleNamespace(retrieve=lambda *_: Retrieved(scores, entity, entity))
+        figures = train.task_accuracy(loaded, tome, "qa", [example], table, attend=False)
+        assert figures["recall@20"] == hit
+
+
+# ---------------------------------------------------------------- the tables
 
 def test_cells_are_means_over_seeds():
-    results = {("tome-1", 0): {"qa": {"one_hop": 0.5}}, ("tome-1", 1): {"qa": {"one_hop": 1.0}}, ("tome-2", 0): {"qa": {}}}
-    assert evaluation.figure(results, "tome-1", "qa", "one_hop") == [0.5, 1.0]
-    assert evaluation.figure(results, "tome-2", "qa", "one_hop") == []
-    assert [evaluation.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [
+    assert [tables.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [
         "0.75 ± 0.35", "0.25", "-", "66.6", ""]
+
+
+def test_calls_in_cells_are_made_at_once_and_each_only_once():
+    begun, together = [], threading.Barrier(3, timeout=20)
+
+    @tables.once
+    def work(x):
+        begun.append(x)
+        together.wait()                 # until all three have begun
+        return [x]
+
+    filled = tables.filled({"a": [["", "one"], ["x", (work, 1), 7.0, (work, 2)]],
+                            "b": [[(work, 3)], [(work, 1)]]})
+    assert filled == {"a": [["", "one"], ["x", [1], 7.0, [2]]], "b": [[[3]], [[1]]]}
+    assert sorted(begun) == [1, 2, 3]
+
+
+def test_after_a_command_that_failed_no_other_begins(tmp_path, monkeypatch, capsys):
+    begun = []
+
+    def failing(line, **_):
+        begun.append(line)
+        return types.SimpleNamespace(returncode=1, stderr="train.py: no room", stdout="")
+
+    monkeypatch.setattr(tables, "FAILED", threading.Event())
+    monkeypatch.setattr(subprocess, "run", failing)
+    assert tables.main(["claims", "--out", str(tmp_path / "tables")]) == 1
+    message = capsys.readouterr().err
+    assert "no room" in message.splitlines()[-1] or "another command" in message.splitlines()[-1]
+    assert len(begun) <= torch.get_num_threads(), "of the four runs that could begin"
 
 
 class InTurn(contextlib.nullcontext):
     """An executor without threads: train.main answers signals, which only the main thread can."""
 
-    def submit(self, work, *args):
-        future = Future()
-        future.set_result(work(*args))
-        return future
-
-
-def test_after_a_run_that_failed_no_other_begins(tmp_path, monkeypatch):
-    begun = []
-
-    def failing(*arguments):
-        begun.append(arguments)
-        time.sleep(0.2 if len(begun) > 1 else 0)
-        raise train.UserError("no room")
-
-    monkeypatch.setattr(evaluation, "table_run", failing)
-    with pytest.raises(train.UserError, match="no room"):
-        evaluation.all_runs(tmp_path, list(evaluation.TABLES), 3)
-    assert len(begun) < 20, "of more than 60"
+    def map(self, work, items):
+        return [work(item) for item in items]
 
 
 @pytest.mark.slow
 def test_every_table_is_made_from_its_runs(tmp_path, monkeypatch, capsys):
     """Models of a few steps: that each cell is there, not what it says."""
+    commands = []
+
     def here(script, *args):
+        args = [str(4 if before == "--steps" else arg) for before, arg in zip((None, *args), args)]
+        commands.append((script, *args))
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            assert (train if script == "train.py" else evaluation).main([str(a) for a in args]) == 0
-        return None if script == "train.py" else json.loads(said.getvalue())
+            assert (train if script == "train.py" else evaluation).main(args) == 0
+        return said.getvalue()
 
     for name, n in (("person", 60), ("city", 20), ("country", 10), ("company", 20), ("film", 40)):
         monkeypatch.setitem(data.COUNTS, name, n)
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
-    monkeypatch.setattr(evaluation, "python", here)
-    monkeypatch.setattr(evaluation, "report", None)                         # train.py is told to be quiet
-    monkeypatch.setattr(evaluation, "ThreadPoolExecutor", lambda n: InTurn(InTurn()))
-    monkeypatch.setattr(evaluation, "SIZES", (0.5, 1.0))
-    monkeypatch.setattr(evaluation, "TWO_HOP_STEPS", 4)
-    tables = list(evaluation.TABLES)
-    results = evaluation.all_runs(tmp_path, tables, 1)      # in order: a part that came before one it needs is a KeyError
-    assert {name for name, _ in results} == set(evaluation.RUNS)
-    monkeypatch.setattr(evaluation, "python", None)                         # what is there is not done again
-    assert evaluation.all_runs(tmp_path, tables, 1) == results
-    assert evaluation.all_runs(tmp_path, ["unseen"], 1) == {
-        (name, 0): {"masked": results[name, 0]["masked"], **{task: {"one_hop": results[name, 0][task]["one_hop"]}
-                                                             for task in ("claims", "qa")}}
-        for name in ("tome-1", "all-entities")}, "only what that table needs"
-    monkeypatch.setattr(evaluation, "table_run", lambda folder, name, seed, part, before: (seed, part))
-    seeded = ["claims", "questions", "recall"]
-    assert [key for key in evaluation.all_runs(tmp_path, seeded, 2) if key[1]] == [
-        (name, 1) for name in ("tome-1", "no-memory", "entities-as-experts", "tome-2")]
-    assert evaluation.all_runs(tmp_path, ["sizes"], 2).keys() == {("tome-1", 0), ("tome-1", 1)}
-    base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt") for name in ("tome-1", "from-scratch"))
-    assert all(torch.equal(base[key], shared[key]) for key in base)
-    asked = []
-    monkeypatch.setattr(evaluation, "all_runs", lambda folder, names, n: asked.append((names, n)) or results)
-    capsys.readouterr()
-    evaluation.make_tables(tmp_path, tables, 3)
+    monkeypatch.setattr(tables, "command", here)
+    monkeypatch.setattr(tables, "ThreadPoolExecutor", lambda n: InTurn(InTurn()))
+    monkeypatch.setattr(tables, "SIZES", (0.5, 1.0))
+    assert tables.main(["all", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert asked == [(tables, 1), (seeded, 2), (seeded, 3)], "the other tables have one seed"
-    assert [line for line in printed.split("\n") if line.startswith(tuple(tables)) and "|" not in line] == [
-        *tables, *(f"{name}, {n} seeds" for n in (2, 3) for name in seeded)]
+    assert [line for line in printed.split("\n") if line in tables.TABLES] == list(tables.TABLES)
     assert "| from scratch " in printed and printed.count("; right)") + printed.count("; wrong)") == 5
-    for name in tables:
+    for name in tables.TABLES:
         heading, *rows = data.read_json(tmp_path / f"{name}.json")["lines"]
         assert len(rows) > 1
         for row in rows:
             for cell in row:
                 assert not isinstance(cell, list) or all(0 <= value <= 1 for value in cell), (name, row)
     claims = {row[0]: row[1:] for row in data.read_json(tmp_path / "claims.json")["lines"]}
-    assert all(claims["tome-1"][:6]) and claims["no-memory"][0] and not claims["no-memory"][2]   # nothing to take away
+    assert all(claims["tome-1"][:6]) and claims["no-memory"][0] and not claims["no-memory"][2]
+    trained = [args[2] for script, *args in commands if script == "train.py"]
+    assert len(set(trained)) == len(trained), "no run is begun twice"
+    base, shared = (weights(tmp_path / f"{name}-0" / "batch-tome.pt")
+                    for name in ("tome-1", "from-scratch"))
+    assert all(torch.equal(base[key], shared[key]) for key in base)
 
 
 def test_a_plot_is_drawn_where_matplotlib_is_installed(tmp_path, monkeypatch):
@@ -554,18 +656,9 @@ def test_a_plot_is_drawn_where_matplotlib_is_installed(tmp_path, monkeypatch):
         return draw(self, x, y, *args, label=label)
 
     monkeypatch.setattr(Axes, "plot", recorded)
-    evaluation.plot(tmp_path / "sizes.png", heading, rows)
+    tables.plot(tmp_path / "sizes.png", heading, rows)
     assert drawn == [("seen", [2, 100], [0.15, 0.85]), ("unseen", [2, 100], [0.05, 0.7])]
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
-    monkeypatch.chdir(tmp_path)
-    assert evaluation.main(["--table", "sizes", "--plot"]) == 1
-    assert "pip install matplotlib" in capsys.readouterr().err and not (tmp_path / "runs").exists()
-    with pytest.raises(SystemExit):
-        evaluation.main(["--table", "claims", "--plot"])
 
 
 def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():
@@ -581,6 +674,6 @@ def test_what_decides_is_counted_where_both_ends_of_a_fact_are_linked():
     batch.to = lambda device: batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "example_batch", lambda *_, **__: batch)
-        share = evaluation.deciding(run, lambda *_: (None, found), memory, [
+        share = tables.deciding(run, lambda *_: (None, found), memory, [
             types.SimpleNamespace(info={"subject": "S", "bridge": "B", "object": "O"})])
     assert share == {(1, 1): 1.0, (1, 2): 0.0, (2, 1): 0.0, (2, 2): 1.0}

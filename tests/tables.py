@@ -1,0 +1,355 @@
+"""The paper's tables in miniature, on the toy world (§4, app. B–D).
+
+    python tests/tables.py claims               one table: an hour or more on two cores
+    python tests/tables.py all --seeds 3        all of them; claims, questions and recall of 3 seeds
+
+Each table is a function below, with the paper's figures. Its cells are calls, all made at once, of
+train.py and eval.py: as many at a time as there are cores, each on one thread. What is finished is
+not trained again: train.py sees to that. A table is printed, and left in OUT/TABLE.json.
+"""
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import data
+import train as training
+
+CORES = threading.Semaphore(1 if torch.cuda.is_available() else torch.get_num_threads())
+FAILED = threading.Event()              # after it no other command begins
+SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+ONE, TWO, KINDS, TASKS = "one_hop", "two_hop", ("seen", "unseen"), ("claims", "qa")
+
+
+def once(work):
+    """work, called once for the same arguments; who asks meanwhile waits for its result."""
+    results, locks = cache(work), defaultdict(threading.Lock)
+
+    def ask(*args):
+        with locks[args]:
+            return results(*args)
+    return ask
+
+
+def command(script, *args):
+    """Runs a script of this project on one thread, once a core is free. What it printed."""
+    line = [sys.executable, str(ROOT / script), *map(str, args)]
+    with CORES:
+        if FAILED.is_set():
+            raise data.UserError("another command has failed")
+        print(time.strftime("%H:%M:%S"), script, *line[2:], file=sys.stderr, flush=True)
+        done = subprocess.run(line, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                              capture_output=True, text=True)
+        if done.returncode:
+            FAILED.set()
+            said = (done.stderr.strip() or "failed").splitlines()
+            raise data.UserError(f"{' '.join(line[1:])}: {said[-1]}")
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------ runs
+
+RUNS = {        # flags of train.py
+    "no-memory": ["--set", "memory=none"], "entities-as-experts": ["--set", "memory=entities"],
+    "tome-1": [], "tome-2": ["--blocks", "2"],
+    "no-coreference": ["--set", "coref_weight=0"],
+    "no-entity-prediction": ["--set", "entity_weight=0"],
+    "mlm-alone": ["--set", "coref_weight=0", "--set", "entity_weight=0"],
+    "from-warm-up": ["--start", "{out}/no-memory-{seed}/tome.pt"],
+    "from-scratch": ["--start", "scratch"],
+    "all-entities": ["--corpus", "{out}/world-{seed}/corpus.jsonl"]}
+BASES = {       # runs that begin with the BATCH-TOME and the memory of another one
+    "tome-2": "tome-1", "no-entity-prediction": "tome-1", "from-warm-up": "tome-1",
+    "from-scratch": "tome-1", "mlm-alone": "no-coreference"}
+
+
+@once
+def evaluate(folder, *args):
+    return json.loads(command("eval.py", "--json", "--out", folder, *args))
+
+
+def train(folder, *args, base=None, without=()):
+    """train.py; what was finished is not done again. base: begin with the files of that run."""
+    if base and not folder.exists():
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(base, part, ignore=shutil.ignore_patterns(*without))
+        part.rename(folder)
+    command("train.py", "--quiet", "--out", folder, *args)
+    return folder
+
+
+@once
+def world(out, seed):
+    """The toy world's examples; and its corpus, but with nothing of the second world held out."""
+    folder = out / f"world-{seed}"
+    lines, examples = data.toy_world(seed)
+    seen = {line["title"] for line in lines if line["split"] == "train"}
+    lines = [line if line["title"] in seen else line | {"split": "train"} for line in lines]
+    data.write_toy(folder, lines, examples)
+    return folder
+
+
+@once
+def pretrained(out, name, seed):
+    """The folder of a run when stage tome is done."""
+    world(out, seed)                            # of all-entities
+    base = None
+    if name == "from-warm-up":
+        pretrained(out, "no-memory", seed)
+    if name in BASES:
+        base = pretrained(out, BASES[name], seed)
+    flags = [flag.format(out=out, seed=seed) for flag in RUNS[name]]
+    return train(out / f"{name}-{seed}", "--stage", "tome", "--seed", seed, *flags, base=base,
+                 without=("run.json", "tome.pt", "log.jsonl"))
+
+
+@once
+def finetuned(out, name, seed, task, hops):
+    """The folder of a run fine-tuned on examples about one fact, or about one and two. Then
+    claims begin with a little training on one fact; after more of it, two are not learnt."""
+    base = pretrained(out, name, seed)
+    folder = f"{base}-{task}-{hops}"
+    examples = world(out, seed) / f"{task}.{'one_hop' if hops == ONE else 'both'}.train.jsonl"
+    flags = ["--stage", "finetune", "--task", task]
+    more = []
+    if hops == TWO:
+        more = ["--steps", 1600]
+        if task == "claims":
+            first = train(Path(f"{folder}-first"), *flags, "--steps", 300, base=base)
+            more += ["--lr", 1e-3, "--cloze", "--start", first / "claims.pt"]
+    return train(Path(folder), *flags, "--examples", examples, *more, base=base)
+
+
+# ---------------------------------------------------------------------------------------- tables
+# A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
+# or a figure of the paper. seeds: those of claims, questions and recall; the others have seed 0.
+
+
+def figure(out, name, seeds, task, hops, kind, key, *flags):
+    """One figure of a fine-tuned run: a list of its values, one for each seed."""
+    cells = [evaluate(finetuned(out, name, seed, task, hops), "--task", task, *flags)[task][hops]
+             for seed in seeds]
+    return [cell[kind][key] for cell in cells if key in cell[kind]]
+
+
+def masked(out, name, kind):
+    """The share of masked mentions that a run fills in rightly, seed 0."""
+    return [evaluate(pretrained(out, name, 0))["masked_mention"][kind]["memory"]]
+
+
+def task_table(task, heads, paper, out, seeds):
+    columns = ((ONE, "seen", "memory"), (ONE, "unseen", "memory"), (ONE, "seen", "fact_removed"),
+               (TWO, "seen", "memory"), (TWO, "unseen", "memory"), (TWO, "seen", "bridge_removed"))
+    rows = [["", "one hop: seen", "unseen", "subject removed", "two hops: seen", "unseen",
+             "bridge removed", *heads]]
+    for name in ("no-memory", "entities-as-experts", "tome-1", "tome-2"):
+        rows.append([name, *((figure, out, name, seeds, task, *column) for column in columns),
+                     *paper.get(name, [])])
+    return rows
+
+
+def recall(out, seeds):
+    rows = [["recall@20, questions", "one hop: seen", "unseen", "two hops: seen", "unseen",
+             "paper: EntityQuestions"]]
+    for label, name, key, paper in (("BM25", "tome-1", "bm25_recall@20", 71.2),
+                                    ("tome-1", "tome-1", "recall@20", 83.3),
+                                    ("tome-2", "tome-2", "recall@20", 83.8)):
+        rows.append([label, *((figure, out, name, seeds, "qa", hops, kind, key)
+                              for hops in (ONE, TWO) for kind in KINDS), paper])
+    return rows
+
+
+def sizes(out, seeds):
+    """Figure 2: fine-tuned with the whole memory, evaluated with a part of it."""
+    rows = [["fraction of the memory", "claims: seen", "unseen", "questions: seen", "unseen"]]
+    for share in SIZES:
+        rows.append([f"{share:.0%}", *(
+            (figure, out, "tome-1", [0], task, ONE, kind, "memory", "--memory-fraction", share)
+            for task in TASKS for kind in KINDS)])
+    return rows
+
+
+def unseen(out, seeds):
+    """Table 5. all-entities has a corpus of its own, so the tests are given as files."""
+    def accuracy(name, task):
+        tests = world(out, 0) / f"{task}.one_hop.unseen.jsonl"
+        folder = finetuned(out, name, 0, task, ONE)
+        return [evaluate(folder, "--task", task, "--examples", tests)[task]["memory"]]
+
+    return [["entities of the second world", "claims", "questions", "paper: TriviaQA", "CWQ"],
+            ["only in the memory of the evaluation", (accuracy, "tome-1", "claims"),
+             (accuracy, "tome-1", "qa"), 17.6, 16.7],
+            ["in training too", (accuracy, "all-entities", "claims"),
+             (accuracy, "all-entities", "qa"), 17.4, 16.4]]
+
+
+def ablation(heads, runs, out, seeds):
+    rows = [["", "masked mentions: seen", "unseen", "claims: seen", "unseen", "questions: seen",
+             "unseen", *heads]]
+    for label, name, *paper in runs:
+        rows.append([label, *((masked, out, name, kind) for kind in KINDS),
+                     *((figure, out, name, [0], task, ONE, kind, "memory")
+                       for task in TASKS for kind in KINDS), *paper])
+    return rows
+
+
+def retrieved(out, seeds):
+    """Attention on the same entity; on the facts that decide a claim; and of five claims."""
+    def mass(name, stage, key):
+        log = (pretrained(out, name, 0) / "log.jsonl").read_text().splitlines()
+        return [[r for r in map(json.loads, log) if r["stage"] == stage][-1]["seen"][key]]
+
+    @once
+    def states(name, hops):
+        loaded = training.open_run(finetuned(out, name, 0, "claims", hops), "claims")
+        tests = training.toy_examples(loaded[0], "claims", hops, "test")
+        return deciding(*loaded, training.read_examples(loaded[0], "claims", tests))
+
+    def share(name, hops, *fact):
+        return [states(name, hops)[fact]] if fact in states(name, hops) else ""
+
+    def five_claims():
+        tests = world(out, 0) / "claims.two_hop.test.jsonl"
+        return command("eval.py", "--out", finetuned(out, "tome-2", 0, "claims", TWO), "--task",
+                       "claims", "--examples", tests, "--show", 5)
+
+    rows = [["attention on the same entity", "visible", "masked", "paper", ""]]
+    for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome", 41),
+                               ("tome-1", "batch-tome", ""), ("tome-1", "tome", "")):
+        masses = [(mass, name, stage, key) for key in ("mass_visible", "mass_masked")]
+        rows.append([f"{name}, end of {stage}", *masses, paper])
+    rows.append(["best memory states the fact (test claims)", "layer 1: first fact", "second",
+                 "layer 2: first fact", "second"])
+    for hops in (ONE, TWO):
+        for name in ("tome-1", "tome-2"):
+            rows.append([f"{name}, {hops}", *((share, name, hops, layer, n)
+                                              for layer in (1, 2) for n in (1, 2))])
+    return [*rows, [(five_claims,)]]
+
+
+@torch.no_grad()
+def deciding(run, tome, memory, examples):
+    """{(layer, n): share of claims where the best memory of a mention, in that layer, stands in a
+    passage that states the n-th fact: that links its subject and its object}."""
+    index, hits = run.corpus.entity_index, defaultdict(list)
+    for example in examples:
+        batch = training.examples_batch(run, "claims", [example]).to(run.device)
+        _, found = tome(batch.tokens, batch.attention_mask, batch, memory)
+        chain = [index[example.info[name]] for name in ("subject", "bridge", "object")
+                 if name in example.info]
+        for layer, layer_found in enumerate(found, 1):
+            best = layer_found.ids[:, 0]
+            passages = memory.passage[best[best >= 0]].unique().tolist()
+            linked = [set(run.corpus.passage_entities(p).tolist()) for p in passages]
+            for n, fact in enumerate(zip(chain, chain[1:]), 1):
+                hits[layer, n].append(any(entities.issuperset(fact) for entities in linked))
+    return {cell: float(np.mean(values)) for cell, values in hits.items()}
+
+
+# ------------------------------------------------------------------------- printing, command line
+
+TABLES = {
+    "claims": partial(task_table, "claims", ["paper: FEVER", "HoVer"], {
+        "entities-as-experts": [63.6, 66.6], "tome-1": [67.8, 72.8], "tome-2": [68.1, 73.1]}),
+    "questions": partial(task_table, "qa", ["paper: EntityQuestions", "CWQ"], {
+        "entities-as-experts": [32.5, 42.7], "tome-1": [62.1, 44.9], "tome-2": [66.0, 47.7]}),
+    "sizes": sizes, "unseen": unseen, "recall": recall,
+    "objectives": partial(ablation, ["paper: FEVER", "TriviaQA"], [
+        ("tome-1", "tome-1", 70.5, 50.8),
+        ("without coreference loss", "no-coreference", 68.4, 42.5),
+        ("without entity prediction", "no-entity-prediction", 70.7, 49.4)]),
+    "initialisation": partial(ablation, [], [           # app. B.6
+        ("from BATCH-TOME", "tome-1"), ("from scratch", "from-scratch"),
+        ("from the warm-up Transformer", "from-warm-up")]),
+    "retrieved": retrieved}
+SEEDED = ("claims", "questions", "recall")
+
+
+def filled(tables):
+    """{name: rows} with what the calls in their cells return, all of them made at once."""
+    cells = [cell for rows in tables.values() for row in rows for cell in row]
+    calls = [cell for cell in cells if isinstance(cell, tuple)]
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
+        results = iter(list(pool.map(lambda call: call[0](*call[1:]), calls)))
+
+    def value(cell):
+        return next(results) if isinstance(cell, tuple) else cell
+    return {name: [[value(cell) for cell in row] for row in rows] for name, rows in tables.items()}
+
+
+def print_table(title, rows):
+    print(f"\n{title}")
+    widths = [max(11, len(head)) for head in rows[0][1:]]
+    for label, *cells in rows:
+        texts = [f"{as_text(cell):<{width}}" for cell, width in
+                 zip_longest(cells, widths, fillvalue="")]
+        print(f"| {label:<42} | {' | '.join(texts)} |" if cells else label, flush=True)
+
+
+def as_text(cell):
+    """A list as mean ± standard deviation (n - 1: seeds are a sample); anything else as it is."""
+    if not isinstance(cell, list):
+        return str(cell)
+    spread = f" ± {np.std(cell, ddof=1):.2f}" if len(cell) > 1 else ""
+    return f"{np.mean(cell):.2f}{spread}" if cell else "-"
+
+
+def plot(path, heading, rows):
+    """Figure 2 of the paper: the columns of rows (label "20%", values) against their labels."""
+    from matplotlib.figure import Figure        # optional: no display, only a file
+    figure = Figure()
+    axes = figure.subplots()
+    for name, *column in zip(heading[1:], *(row[1:] for row in rows)):
+        shares = [float(row[0].rstrip("%")) for row in rows]
+        axes.plot(shares, [np.mean(cell) for cell in column], "o-", label=name)
+    axes.set(xlabel=f"{heading[0]}, %", ylabel="accuracy", ylim=(0, 1.02))
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="The paper's tables in miniature.")
+    parser.add_argument("table", choices=("all", *TABLES))
+    parser.add_argument("--seeds", type=int, default=1, help=f"of {', '.join(SEEDED)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/tables"))
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    names = list(TABLES) if args.table == "all" else [args.table]
+    try:
+        for n in range(1, args.seeds + 1):      # what is known is shown after each seed
+            asked = [name for name in names if n == 1 or name in SEEDED]
+            tables = filled({name: TABLES[name](args.out, range(n)) for name in asked})
+            for name, rows in tables.items():
+                data.write_json(args.out / f"{name}.json", {"lines": rows})
+                print_table(name if n == 1 else f"{name}, {n} seeds", rows)
+        if "sizes" in names and find_spec("matplotlib"):
+            rows = data.read_json(args.out / "sizes.json")["lines"]
+            plot(args.out / "sizes.png", rows[0], rows[1:])
+        return 0
+    except (data.UserError, OSError) as error:
+        print(f"tables.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tables.py: stopped; the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
