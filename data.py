@@ -15,29 +15,29 @@ arrays over the whole batch. A passage of n tokens with m mentions takes n + 2m 
 """
 import argparse
 import bz2
-import gc
 import gzip
 import html
+import importlib.util
 import json
-import lzma
 import os
 import re
 import shutil
+import signal
 import stat
 import sys
-import tarfile
 import tempfile
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, islice, pairwise
-from typing import Iterator, NamedTuple
-from xml.parsers import expat
+from itertools import islice, pairwise
+from typing import Callable, Iterator, NamedTuple
+from urllib.parse import unquote
+from xml.etree import ElementTree
 
 import numpy as np
 import torch
@@ -186,7 +186,7 @@ class Batch:
     target_index: torch.Tensor      # (L,) masked tokens as indices into tokens.view(-1)
     target: torch.Tensor            # (L,) their original ids
     target_mention: torch.Tensor    # (L,) the mention (index into row) of each, -1 = none
-    mention: torch.Tensor           # (M,) corpus mention number, -1 = none
+    mention: torch.Tensor           # (M,) number in the corpus, or in its example; -1 = none
     label: torch.Tensor | None = None           # (B,) claims: CLAIM_LABELS' index, -1 = not known
     answer: torch.Tensor | None = None          # (B,) questions: first answer known, 0 = none
     answer_mention: torch.Tensor | None = None  # (B,) the mention to be answered, -1 = none
@@ -488,6 +488,7 @@ class _Placed(NamedTuple):
     end: int
     entity: int
     asked: bool         # the one mention of its row whose entity is the answer
+    number: int         # which of the example's mentions; -1: the [MASK] at the end
 
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512,
@@ -508,13 +509,13 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
             name = example.mentions[i].entity
             is_answer = task == "claims" and name in example.answers
             asked = is_answer and not answered
-            placed.append(_Placed(r, start, end, entity_index.get(name, 0), asked))
+            placed.append(_Placed(r, start, end, entity_index.get(name, 0), asked, i))
             answered = answered or is_answer
             for t in range(start + 1, end):     # markers of a mention inside stay
                 if is_answer and ids[t] not in (special[E_START], special[E_END]):
                     masked[t] = special[MASK]
         if with_mask and not answered:
-            placed.append(_Placed(r, len(ids) - 1, len(ids) + 1, 0, True))
+            placed.append(_Placed(r, len(ids) - 1, len(ids) + 1, 0, True, -1))
             for tokens in (ids, masked):
                 tokens[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
         rows.append(torch.tensor(ids))
@@ -525,12 +526,12 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
         order = np.random.default_rng(0).random(len(placed))
         order[[mention.asked for mention in placed]] -= 1
         placed = [placed[i] for i in np.sort(np.argsort(order)[:n])]
-    columns = np.array(placed, np.int64).reshape(-1, 5)
-    row, start, end, entity, asked = torch.from_numpy(columns.T.copy())
+    columns = np.array(placed, np.int64).reshape(-1, 6)
+    row, start, end, entity, asked, number = torch.from_numpy(columns.T.copy())
     tokens, unmasked = (pad_sequence(x, True, special[PAD]) for x in (masked_rows, rows))
     none, empty = torch.full_like(row, -1), torch.empty(0, dtype=torch.int64)
     batch = Batch(tokens, unmasked, unmasked != special[PAD], row, start, end, entity, none,
-                  asked == 1, empty, empty, empty, none)
+                  asked == 1, empty, empty, empty, number)
     if task == "claims":
         batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
     if with_mask or any(e.answers for e in examples):
@@ -1325,652 +1326,519 @@ def _encodings(path, tokenizer):
         yield from zip(chunk, encodings)
 
 
-# ---------------------------------------------------------------- Wikipedia dumps
+# ---------------------------------------------------------------- Wikipedia
 
-# A page becomes paragraphs in three steps, each linear in its length. First goes what holds no prose, nested
-# or not. Then a link becomes \1 number \2 text \3: XML cannot hold these characters, so no page can, and what
-# is done later may move a link but not confuse it. Last, other markup goes, lines become paragraphs, and
-# \1 … \3 become mentions. \4 stands where something was taken out: its two sides do not grow together.
+# mwparserfromhell makes a tree of a section's markup, and prose() makes a text of the tree. In it a
+# link is "\1 its number \2 what it shows \3", and "\4" is what was left out: XML cannot hold these
+# characters, so the text around them can be tidied. Only names of English Wikipedia are known.
 
-BATCH = 1 << 20             # characters of wikitext that a worker gets at once
-MAX_PAGE = 1 << 25          # bytes; MediaWiki itself stops at 2 MB
-NAMESPACES = {"media": -2, "special": -1, "talk": 1, "user": 2, "user talk": 3, "wikipedia": 4, "project": 4,
-              "wp": 4, "wikipedia talk": 5, "file": 6, "image": 6, "mediawiki": 8, "template": 10, "help": 12,
-              "category": 14, "portal": 100, "draft": 118, "module": 828}   # and those that the dump names
-NO_PROSE = ("ref|references|math|chem|nowiki|gallery|timeline|imagemap|pre|source|syntaxhighlight|score|"
-            "hiero|graph|mapframe|templatestyles|inputbox")
-# "|}" closes a table, but in "|}}" the bar is the empty last argument of a template
-TOKEN = re.compile(r"\{[{|]|\}\}|\|\}(?!\}(?!\}(?!\})))|<(?:!--|"
-                   rf"(/?)((?i:{NO_PROSE}|table))\b([^<>]*)>)")
-TAG_END = {tag: re.compile(rf"</{tag}\s*>", re.I) for tag in NO_PROSE.split("|")}
-# the few templates that are part of a sentence: {{convert|26|mi|km}} is "26 mi", {{lang|la|homo}} is "homo"
-SAYING = re.compile(r"\{\{ *(convert|cvt|lang|transl|nihongo|nowrap|small|smaller|flag|angbr) *"
-                    r"\|([^{}]{0,400})\}\}", re.I)
-ARGUMENT = re.compile(r"\|(?![^\[\]]*\]\])")                # a bar that is not inside a link
-LINK = re.compile(r"\[\[([^\[\]|]*)"                        # target
-                  r"(?:\|([^\[\]]*(?:(?:\[(?!\[)|\](?!\]))[^\[\]]*)*))?\]\]"    # text, or a [text]
-                  r"([a-z]*)")                              # trail: [[dog]]s
-REDIRECT = re.compile(r"\s*#\s*redirect\w*[\s:]*\[\[([^\[\]|]+)", re.I)
-NO_TITLE = re.compile("[<>{}\n\1\4]")
-LANGUAGE = re.compile(r"[a-z]{2,3}(-[a-z]+)*|simple")   # [[fr:Chien]] stands in the margin, not in the text
-OTHER_WIKI = re.compile(r"[a-z]|wikt|wiktionary|wiki(source|books|quote|news|species|data|versity|voyage)|"
-                        r"commons|voy|species|meta|mw|doi")
-# English; a dump of another language needs its own words in these two
-DISAMBIGUATION = re.compile(r"\{\{\s*(?:(?:[\w -]+ )?disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)"
-                            r"\s*[|}]|__DISAMBIG__", re.I)
-NO_PROSE_SECTIONS = set("references|notes|notes and references|references and notes|footnotes|citations|"
-                        "sources|works cited|bibliography|further reading|external links|see also|"
-                        "gallery".split("|"))
-MARKUP = [(re.compile(pattern), new) for pattern, new in (
-    (r"\[(?:https?:|ftp:|mailto:|//)[^\s\[\]\1-\3]*(?:\s([^\[\]\n]*))?\]", r"\1"),          # [http://… text]
-    (r"<br[^<>\1-\3]*>", " "), (r"</?[a-zA-Z][^<>\1-\3]*>", ""), (r"''+", ""), (r"__[A-Z]+__", ""))]
-LITERALS = [(x, " ") for x in "\t\xa0\u2009"] + [(x, "") for x in ("[[", "]]", "{{", "}}", "{|", "|}")]
-GAPS = [(re.compile(pattern), new) for pattern, new in (    # that templates leave: "Plato ( ; died 347 BC )"
-    (r"  +", " "), (r"\( ?(?:[;,] ?)+", "("), (r"\( ?\) ?", ""), (r" (?=[,.;)](?: |$))", ""))]
+# Markup that is never closed takes the parser quadratic time, a hostile page of a megabyte hours.
+# Articles stay below these lengths (characters) and this number of "{{" and "[[" that are never
+# closed in a section; what goes beyond is cut off and counted.
+MAX_ARTICLE, MAX_SECTION, MAX_UNCLOSED = 300_000, 30_000, 100
+IN_MARGIN = re.compile(r"\s*(?i:file|image|category)\s*:|\s*[a-z]{2,3}(-[a-z]+)*:(?! )")
+ELSEWHERE = re.compile(
+    r"[a-z]+:(?! )|(?i:(media|special|user|wikipedia|project|wp|file|image|mediawiki|template|help|"
+    r"category|portal|book|draft|timedtext|module)( talk)?|talk|wiktionary|commons) *:")
+DISAMBIGUATION = re.compile(
+    r"\{\{\s*(([\w -]+ )?disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]|__DISAMBIG__", re.I)
+# Templates that are part of a sentence, and what of them is said: {{lang|la|homo}} is "homo".
+SAID = {"convert": slice(2), "cvt": slice(2), "lang": slice(-1, None), "transl": slice(-1, None)}
+SAID |= dict.fromkeys("nihongo nowrap small smaller flag angbr".split(), slice(1))
+HEADING = re.compile(r"^=.*=[ \t]*$", re.M)
 MARK = re.compile("\1(\\d+)\2([^\3]*)\3")
+NO_PROSE = (r"(?:ref|references|math|chem|nowiki|gallery|timeline|imagemap|pre|source|score|hiero|"
+            r"graph|syntaxhighlight|mapframe|templatestyles|inputbox|table)\b")
+BEFORE_PARSING = [(re.compile(pattern, re.I | re.S | re.M), new) for pattern, new in (
+    (r"<!--.*?(?:-->|\Z)", ""), (r"<br[^<>]*>", " "),
+    (rf"</?(?!{NO_PROSE})[a-z][^<>]*>", ""),                # tags around prose
+    (rf"<(?!/?{NO_PROSE}[^<>]*>)", "&lt;"),                 # no tag
+    (r"^[ :*#]+(?=\{\|)", ""),                              # a table in a list
+    # A section without prose ends at the next heading that is no deeper.
+    (r"^(=+) *(?:references|notes|notes and references|references and notes|footnotes|citations|"
+     r"sources|works cited|bibliography|further reading|external links|see also|gallery) *\1[ \t]*$"
+     r".*?(?=^(?!\1=)=|\Z)", "==\n"))]
+AFTER_PARSING = [(re.compile(pattern, re.M), new) for pattern, new in (
+    ("\3([a-z]+)", "\\1\3"),                                # [[bus]]es
+    (r"\x04|''+|__[A-Z]+__|</?[a-zA-Z][^<>\1-\3]*>", ""),
+    (r"\{[{|][^\n\1-\3]*|\[\[|\]\]|\}\}|\|\}", ""),         # never closed: takes its line along
+    ("[ \t\xa0\u2009]+", " "),
+    (r"\( ?(?:[;,] ?)+", "("), (r"\( ?\) ?", ""),          # of "Plato ( ; {{IPA|…}} ) was"
+    (r" (?=[,.;)](?: |$))", ""),
+    (r"^[*#:; ]+| +$", ""), (r"^(?:-+|[|=].*)$", ""))]      # marks of lists; rules, rows of a table
 
 
-class Page(NamedTuple):
-    title: str
-    namespace: int
-    redirect: str | None    # the target as written
-    text: str
+def read_dump(path, warn=lambda sentence: None):
+    """Streams (title, kind, redirect's target, wikitext) of the pages of an XML dump, plain or bz2.
 
-
-def canonical(title):
-    """A title as MediaWiki stores it: "_" is a space, the first letter is upper case, no "#section"."""
-    title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
-    return title[:1].upper() + title[1:]
-
-
-def read_dump(path, namespaces, description="") -> Iterator[Page]:
-    """The pages of a MediaWiki XML dump, bz2 or plain, of any export version, as a stream. Raises UserError.
-
-    namespaces: {"file": 6, …}, lower case; those in the dump's head are added."""
-    page, pages, parts, depth, unfinished = {}, [], None, 0, 0
-
-    def start(tag, attributes):
-        nonlocal parts, depth
-        depth += 1
-        if depth > 20 or (depth == 1) != (tag == "mediawiki"):
-            raise UserError(f"{path}: <{tag}> where a MediaWiki dump has none; give a pages-articles dump")
-        if tag == "page":
-            page.clear()
-        elif tag == "redirect":
-            page[tag] = attributes.get("title", "")
-        elif tag == "namespace":
-            page["key"] = attributes.get("key", "")
-        if tag in ("title", "ns", "text", "namespace"):
-            parts = []
-
-    def characters(data):
-        if parts is not None:
-            parts.append(data)
-
-    def end(tag):
-        nonlocal parts, depth, unfinished
-        depth, unfinished = depth - 1, 0
-        if tag in ("title", "ns", "text", "namespace"):     # of several revisions the last one counts
-            page[tag], parts = "".join(parts), None
-        if tag == "namespace" and page[tag]:
-            namespaces[page[tag].lower()] = int(page["key"])
-        elif tag == "page":
-            title, text, redirect = page.get("title", ""), page.get("text", ""), page.get("redirect")
-            if not redirect:                                # old exports name no target, or have no such tag
-                found = REDIRECT.match(text) or redirect == "" and LINK.search(text)
-                redirect = found[1] if found else redirect
-            prefix = title.rpartition(":")[0].partition(":")[0].lower()         # the oldest have no <ns>
-            pages.append(Page(title, int(page.get("ns", namespaces.get(prefix, 0))), redirect, text))
-
-    def doctype(*_):                                        # before an entity is defined, let alone expanded
-        raise UserError(f"{path}: holds a <!DOCTYPE>, which no MediaWiki dump does; it is not read")
-
-    parser = expat.ParserCreate()
-    parser.buffer_text = True
-    parser.StartElementHandler, parser.EndElementHandler = start, end
-    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = characters, doctype
+    warn(sentence) is called for a dump that is not in English. Raises UserError."""
+    parser, root, n_read = ElementTree.XMLPullParser(["start", "end"]), None, 0
     try:
-        with open(path, "rb") as raw, tqdm(total=os.path.getsize(path), desc=description, unit="B",
-                                           unit_scale=True, leave=False, disable=None) as bar:
+        with open(path, "rb") as raw:
             file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
             while chunk := file.read(1 << 18):
-                unfinished += len(chunk)
-                parser.Parse(chunk)
-                if unfinished > MAX_PAGE:
-                    raise UserError(f"{path}: a page of over {MAX_PAGE:,} bytes; give a pages-articles dump")
-                yield from pages
-                pages.clear()
-                bar.update(raw.tell() - bar.n)
-            parser.Parse(b"", True)
-    except expat.ExpatError as e:
-        raise UserError(f"{path}:{e.lineno}: {expat.ErrorString(e.code)}; not a whole MediaWiki dump, "
-                        "download it again") from e
-    except ValueError as e:
-        raise UserError(f"{path}: a namespace that is no number ({e}); download the dump again") from e
-    except EOFError as e:
-        raise UserError(f"{path}: the bz2 file is cut short; download it again") from e
+                # Nothing may stand before <mediawiki>: a <!DOCTYPE> would define entities there.
+                if root is None and not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", chunk):
+                    raise UserError(f"{path}: does not begin as a MediaWiki dump does; unpack a "
+                                    "zip, gz, xz or 7z; a web page or a <!DOCTYPE> is no dump")
+                parser.feed(chunk)
+                n_read += len(chunk)
+                for event, element in parser.read_events():
+                    if root is None:
+                        root = element
+                        if root.get("{http://www.w3.org/XML/1998/namespace}lang", "en") != "en":
+                            warn(f"{path}: not English; only English sections and templates "
+                                 "are known")
+                    if event == "end" and element.tag.rpartition("}")[2] == "page":
+                        yield read_page(element)
+                        root.clear()                        # or the whole dump stays in memory
+                        n_read = 0
+                if n_read > 1 << 25:                        # MediaWiki itself stops at 2 MB
+                    raise UserError(f"{path}: a page of over 32 MB; give a dump as published")
+            parser.close()
+    except (ElementTree.ParseError, EOFError) as e:
+        raise UserError(f"{path}: not a whole MediaWiki dump ({e}); download it again") from e
     except OSError as e:
         raise UserError(f"{path}: cannot be read ({e.strerror or e}); check the file") from e
 
 
-def remove_spans(text, counts) -> str:
-    """Text without comments, templates, tables, references, …; counts["links", …] grows by the links in them.
-
-    One walk with a stack, so that nesting costs nothing. What is never closed takes its line along."""
-    spans, stack, n_open, never, pos = [], [], Counter(), set(), 0
-
-    def add(start, end, kind):
-        while spans and spans[-1][0] > start:               # nested in this one
-            spans.pop()
-        spans.append((start, end, kind))
-
-    for m in TOKEN.finditer(text):
-        start, end = m.span()
-        if start < pos:                                     # inside a comment or a reference
-            continue
-        token, tag, closes = m[0], (m[2] or "").lower(), m[1]
-        if token == "{{" or tag == "table" and not closes or \
-                token == "{|" and not text[max(0, start - 20):start].rpartition("\n")[2].strip(" \t:*#"):
-            stack.append(("template" if token == "{{" else "table", start))
-            n_open[stack[-1][0]] += 1
-        elif token in ("}}", "|}") or tag == "table":
-            kind = "template" if token == "}}" else "table"
-            while n_open[kind]:                             # what was opened since ends here as well
-                top, begin = stack.pop()
-                n_open[top] -= 1
-                if top == kind:
-                    add(begin, end, kind)
-                    break
-        elif token == "<!--":
-            pos = text.find("-->", end) + 3
-            pos = pos if pos > 2 else len(text)
-            add(start, pos, "comment")
-        elif tag and m[3].endswith("/"):
-            add(start, end, "reference")
-        elif tag and not closes and tag not in never:
-            closing = TAG_END[tag].search(text, end)
-            if closing:
-                pos = closing.end()
-                add(start, pos, "reference" if tag.startswith("ref") else f"<{tag}>")
-            else:
-                never.add(tag)                              # a thousand of them are not a thousand searches
-    pos = 0
-    for kind, start in stack:
-        if start >= pos:                                    # else its line is gone already
-            pos = text.find("\n", start) % (len(text) + 1)  # -1, no further line, is the end
-            spans.append((start, pos, kind))
-            counts["unclosed"] += 1
-    out, pos = [], 0
-    for start, end, kind in sorted(spans):
-        if end > pos:
-            out.append(text[pos:start])
-            counts["links", f"in a {kind}"] += text.count("[[", max(start, pos), end)
-            pos = end
-    return "\4".join(out + [text[pos:]])
+def read_page(element):
+    parts = {part.tag.rpartition("}")[2]: part for part in element.iter()}
+    title, namespace, text = (parts[name].text or "" if name in parts else ""
+                              for name in ("title", "ns", "text"))
+    target = parts["redirect"].get("title", "") if "redirect" in parts else None
+    if namespace not in ("", "0") or ELSEWHERE.match(title):
+        kind = "other namespace"
+    elif target is not None:
+        kind = "redirect"
+    elif title.endswith(" (disambiguation)") or DISAMBIGUATION.search(text[-5000:]):
+        kind = "disambiguation page"
+    else:
+        kind = "article" if text.strip() else "empty page"
+    return canonical(title), kind, target, text
 
 
-class Wikitext:
-    """Turns pages into lines of the corpus; holds what it must know of the rest of the dump.
+def canonical(title):
+    """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
+    title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
+    return title[:1].upper() + title[1:]
 
-    redirects: title -> article, "" where it leads to none. disambiguations: set of titles."""
 
-    def __init__(self, redirects, disambiguations, namespaces, extend=True, zipped=False):
-        self.redirects, self.disambiguations, self.namespaces = redirects, disambiguations, namespaces
-        self.extend, self.zipped = extend, zipped
-        self.target = lru_cache(1 << 16)(self.target)
+def link_target(written, redirects, ambiguous):
+    """(entity or None, what becomes of a link whose target is written so)."""
+    name = written.strip(" _:").replace("_", " ")
+    entity = canonical(name)
+    for _ in range(5):                                      # a longer chain is a circle
+        entity = redirects.get(entity, entity)
+    if IN_MARGIN.match(name) or ELSEWHERE.match(name) or ELSEWHERE.match(entity):
+        return None, "to another namespace or wiki"
+    if not entity or entity in redirects or re.search("[<>{}\n\4]", entity):
+        return None, "to no article"
+    if entity in ambiguous or entity.endswith(" (disambiguation)"):
+        return None, "to a disambiguation page"
+    return entity, "kept"
 
-    def target(self, written):
-        """(entity or None, why it is none, whether the link's text is hidden) of a link's target."""
-        name = written.strip(" _:")
-        if ":" in name:
-            prefix = name.partition(":")[0]
-            hidden = not written.lstrip().startswith(":")   # [[Category:…]] is hidden, [[:Category:…]] is not
-            namespace = self.namespaces.get(prefix.strip().replace("_", " ").lower())
-            if namespace in (6, 14):
-                return None, "to a file" if namespace == 6 else "to a category", hidden
-            if namespace:
-                return None, "to another namespace", False
-            if OTHER_WIKI.fullmatch(prefix):
-                return None, "to another wiki", False
-            if LANGUAGE.fullmatch(prefix):
-                return None, "to another language", hidden
-        name = canonical(name)
-        if not name and "#" in written:
-            return None, "to a section of its page", False
-        if not name or NO_TITLE.search(name):
-            return None, "broken", False
-        name = self.redirects.get(name, name)
-        if not name:
-            return None, "to a redirect that leads to no article", False
-        if name in self.disambiguations or name.endswith(" (disambiguation)"):
-            return None, "to a disambiguation page", False
-        return name, None, False
 
-    def paragraphs(self, text, counts) -> list:
-        """[(text, mentions)] of a page's wikitext."""
-        entities, paragraphs, lines, skipped = [], [], [], 7
+def prose(code, link) -> str:
+    """The text of parsed wikitext; link(node) is what stands for a link."""
+    parts = []
+    for node in code.nodes:
+        kind = type(node).__name__
+        if kind == "Wikilink":
+            parts.append(link(node))
+        elif kind == "Template":
+            values = [param.value for param in node.params if not param.showkey]
+            said = values[SAID.get(str(node.name).strip().lower(), slice(0))]
+            if len(said) == 2 and str(said[1]).strip() in ("to", "and", "-"):
+                said = values[:4]                           # {{convert|50|to|60|km|mi}}
+            parts.append(" ".join(prose(value, link) for value in said) or "\4")
+        elif kind == "ExternalLink" and node.brackets:
+            parts.append(prose(node.title, link) if node.title else "\4")
+        elif kind in ("Text", "HTMLEntity", "ExternalLink") or str(node)[:1] in "*#:;-":
+            parts.append(str(node))                         # the marks of lists are nodes as well
+        else:
+            parts.append("\4")                              # a table, a reference, a formula
+    return "".join(parts)
 
-        def say(m):
-            arguments = [a for a in ARGUMENT.split(m[2]) if "=" not in a] or [""]
-            if m[1].lower() in ("convert", "cvt"):          # {{convert|10|to|12|km|mi}}
-                said = " ".join(arguments[:4 if arguments[1:2] in (["to"], ["-"], ["and"]) else 2])
-            else:
-                said = arguments[-1 if m[1].lower() in ("lang", "transl") else 0]
-            counts["links", "in a template"] += m[0].count("[[") - said.count("[[")
-            return said
 
-        def link(m):
-            written, text, trail = m.groups()
-            entity, why, hidden = self.target(written)
-            if hidden:
-                counts["links", why] += 1
-                counts["links", "in a caption"] += m[0].count("\1")
-                return "\4" + trail
-            text = text.rpartition("|")[2] if text and text.strip(" \4") else written.strip(" :#")
-            text = text.replace("\n", " ")                  # paragraphs are made of whole lines
-            if why or "\1" in text:                         # a link inside a link: the inner one counts
-                counts["links", why or "broken"] += 1
-                counts["links", "broken"] += m[0].count("\1") - text.count("\1")
-                return text + trail
+def read_article(wikitext, redirects, ambiguous, counts) -> list:
+    """[(text, mentions)] of an article's paragraphs; counts grows by links that are not kept."""
+    import mwparserfromhell
+    entities, paragraphs = [], []
+
+    def link(node):
+        title = str(node.title)
+        entity, fate = link_target(title, redirects, ambiguous)
+        shown = prose(node.text, link).rpartition("|")[2].replace("\n", " ") if node.text else ""
+        if not shown.strip("\4 "):
+            shown = title.strip(" :#")
+        if IN_MARGIN.match(title):                          # but [[:Category:…]] is shown
+            shown = "\4"
+        if entity and "\1" not in shown:                    # of nested links the inner one counts
             entities.append(entity)
-            return f"\1{len(entities) - 1}\2{text}{trail}\3"
+            return f"\1{len(entities) - 1}\2{shown}\3"
+        counts["links: " + (fate if not entity else "to no article")] += 1
+        return shown
 
-        text = remove_spans(SAYING.sub(say, text), counts)
-        for _ in range(8):                                  # innermost first, as in captions
-            text, n = LINK.subn(link, text)
-            if not n:
-                break
-        counts["links", "broken"] += text.count("[[")
-        text = text.replace("\4", "")
-        for pattern, new in MARKUP:
-            text = pattern.sub(new, text)
-        text = html.unescape(text)
-        for old, new in LITERALS:                           # thrice as fast as one pattern
-            text = text.replace(old, new)
-        for pattern, new in GAPS:
-            text = pattern.sub(new, text)
-        for line in chain(text.split("\n"), [""]):
-            line = line.strip()
-            if line.startswith("="):
-                level = len(line) - len(line.lstrip("="))
-                if level <= skipped:
-                    skipped = level if line.strip("= ").lower() in NO_PROSE_SECTIONS else 7
-                counts["links", "in a heading"] += line.count("\1")
-            elif skipped < 7:
-                counts["links", "in a section of references"] += line.count("\1")
-            elif line.startswith("|"):                      # of a table or template that nobody opened
-                counts["links", "in a table"] += line.count("\1")
-            elif line.strip("-*#:; "):
-                lines.append(line.lstrip("*#:; ") if line[0] in "*#:;" else line)
-                continue
-            if lines:
-                paragraph, mentions = self.unmark("\n".join(lines), entities, counts)
-                kept = any(c.isalnum() for c in paragraph)
-                paragraphs += [(paragraph, mentions)] * kept
-                counts["links", "kept" if kept else "without a text"] += len(mentions)
-                lines = []
-        return paragraphs
-
-    def unmark(self, marked, entities, counts):
-        parts = MARK.split(marked)                          # plain, number, shown, plain, …, plain
-        text, offset, mentions = [parts[0]], len(parts[0]), []
-        for number, shown, plain in zip(parts[1::3], parts[2::3], parts[3::3]):
-            start, end = offset + len(shown) - len(shown.lstrip()), offset + len(shown.rstrip())
-            if start < end:
-                mentions.append(Mention(start, end, entities[int(number)]))
-            else:
-                counts["links", "without a text"] += 1
-            text += [shown, plain]
-            offset += len(shown) + len(plain)
-        return "".join(text), mentions
-
-    def page(self, page, counts) -> list:
-        """The corpus lines of one page, as JSON; counts says what became of it and of each of its links."""
-        title, n = canonical(page.title), page.text.count("[[")
-        kind = ("other namespace" if page.namespace else "redirect" if page.redirect is not None else
-                "disambiguation page" if title in self.disambiguations else
-                "article" if page.text.strip() else "empty page")
-        counts["pages", kind] += 1
-        counts["links"] += n
-        if kind != "article":
-            counts["links", f"on a page left out ({kind})"] += n
-            return []
-        paragraphs = self.paragraphs(page.text, counts)
-        if self.extend:
-            counts["added"] -= sum(len(mentions) for _, mentions in paragraphs)
-            paragraphs = extend_mentions(title, paragraphs)
-            counts["added"] += sum(len(mentions) for _, mentions in paragraphs)
-        counts["texts"] += len(paragraphs)
-        quote = json.JSONEncoder(ensure_ascii=False).encode     # of strings alone: half the time of whole lines
-        return [f'{{"title": {quote(title)}, "text": {quote(text)}, "mentions": [' + ", ".join(
-                    [f'{{"start": {start}, "end": {end}, "entity": {quote(entity)}}}' for start, end, entity in mentions])
-                + "]}\n" for text, mentions in paragraphs]
-
-    def batch(self, packed):
-        """(bytes of the output, counts). Zipped alone, so that any number of workers writes the same file."""
-        counts = Counter()
-        lines = chain.from_iterable(self.page(Page(*page), counts) for page in json.loads(zlib.decompress(packed)))
-        data = "".join(lines).encode()
-        return gzip.compress(data, 2, mtime=0) if self.zipped and data else data, counts
+    if len(wikitext) > MAX_ARTICLE:
+        counts["pages cut off"] += 1
+    for section in HEADING.split(substitute(BEFORE_PARSING, wikitext[:MAX_ARTICLE])):
+        n_unclosed = section.count("{{") - section.count("}}") + \
+            section.count("[[") - section.count("]]")
+        if len(section) > MAX_SECTION or n_unclosed > MAX_UNCLOSED:
+            counts["sections cut off"] += 1
+            section = section[:MAX_SECTION] if n_unclosed <= MAX_UNCLOSED else ""
+        try:
+            code = mwparserfromhell.parse(section, skip_style_tags=True)
+            marked = substitute(AFTER_PARSING, html.unescape(prose(code, link)))
+        except (RecursionError, mwparserfromhell.parser.ParserError):
+            counts["sections cut off"] += 1
+            continue
+        for paragraph in re.split("\n\n+", marked.strip("\n")):
+            if any(c.isalnum() for c in paragraph):
+                paragraphs.append(unmark(paragraph, entities))
+    return paragraphs
 
 
-# "?" is also what stands for a letter that is not in Latin-1: it parts words, in a text and in a name alike
-SPACES = bytes.maketrans(b",.;:()[]\"'-/?\xa0", b" " * 14)
+def substitute(patterns, text):
+    for pattern, new in patterns:
+        text = pattern.sub(new, text)
+    return text
 
 
-def _words(text) -> list:
-    return text.encode("latin-1", "replace").translate(SPACES).split()      # in bytes: twice as fast as any other way
+def unmark(marked, entities):
+    """(text, mentions) of a paragraph in which links are marked."""
+    parts = MARK.split(marked)                              # plain, number, shown, plain, …
+    text, mentions = parts[0], []
+    for number, shown, plain in zip(parts[1::3], parts[2::3], parts[3::3]):
+        start = len(text) + len(shown) - len(shown.lstrip())
+        end = len(text) + len(shown.rstrip())
+        if start < end:
+            mentions.append(Mention(start, end, entities[int(number)]))
+        text += shown + plain
+    return text, mentions
 
 
-def _strings_for(shown, entity) -> list:
-    """[(first word, string, only at a sentence's start)] that mean an entity where a link to it read `shown`.
+def names_for(shown, entity) -> list:
+    """[(name, only where a sentence starts)]: what means `entity` after a link that reads `shown`.
 
-    Its title without a bracket, and what was shown if the title ends in it ("Einstein", but not "population"
-    for "Demographics of Albania"). What is linked in lower case has its capital where a sentence starts."""
-    base = entity.rpartition(" (")[0] or entity if entity[-1] == ")" else entity
-    common = shown[0].islower()
-    name = base[0].lower() + base[1:] if common else base
-    if len(name) < 3 or not name[0].isalnum() or common and base != entity and " " not in name:
-        return []                                           # after [[state (polity)|state]]: the verb?
-    strings = [(name, False)]
-    if common:
-        strings.append((name[0].upper() + name[1:], True))
-        if shown == name + "s":
-            strings += [(string + "s", at_start) for string, at_start in strings]
-    elif base.endswith(" " + shown) and " of " not in base and base.istitle():
-        strings.append((shown, False))
-    return [(words[0], string, at_start) for string, at_start in strings if (words := _words(string))]
+    Its title without a bracket; `shown` if the title ends in it ("Einstein", but not "population"
+    for "Demographics of Albania"). A common noun has its capital only where a sentence starts."""
+    base = re.sub(r" \([^()]*\)$", "", entity)
+    if not shown[0].islower():
+        names = [(base, False)]
+        if base.endswith(" " + shown) and " of " not in base and base.istitle():
+            names.append((shown, False))
+    elif base != entity and " " not in base:
+        names = []                      # [[state (polity)|state]] is also a verb
+    else:
+        names = [(base[0].lower() + base[1:], False), (base[0].upper() + base[1:], True)]
+        if shown == names[0][0] + "s":
+            names += [(name + "s", at_start) for name, at_start in names]
+    return [(name, at_start) for name, at_start in names if len(name) > 2 and name[0].isalnum()]
 
 
-def _stands_alone(text, start, end, at_start) -> bool:
+def stands_alone(text, start, end, at_start) -> bool:
+    """Is text[start:end] no part of a compound ("dog-like") or a longer name ("North Karovia")?"""
     before, after = text[max(0, start - 40):start], text[end:end + 2]
-    if before[-1:].isalnum() or before[-1:] == "-" or after[:1].isalnum() or \
-            after[:1] == "-" and after[1:].isalnum():
+    if before.endswith("-") or re.match(r"-?\w", after):
         return False
-    opening = before.rstrip("\"'( ")
-    starts_sentence = not opening or opening[-1] in ".!?\n:;"
+    starts_sentence = re.search(r"(^|[.!?:;\n])[\"'( ]*$", before) is not None
     if at_start or not text[start].isupper():
         return starts_sentence or not at_start
-    word_before = before[:-1].rpartition(" ")[2] if before[-1:] == " " and not starts_sentence else ""
-    return not word_before[:1].isupper() and not (after[:1] == " " and after[1:].isupper())
+    after_name = before.endswith(" ") and before[:-1].rpartition(" ")[2][:1].isupper()
+    before_name = after[:1] == " " and after[1:].isupper()
+    return not before_name and (starts_sentence or not after_name)
 
 
 def extend_mentions(title, paragraphs) -> list:
-    """Links what repeats the page's title or an earlier link of the page: Wikipedia links the first only.
+    """Links what repeats the page's title or an earlier link: Wikipedia links only the first.
 
-    The longest known string wins. A name inside a longer name (a capitalised word beside it) or a compound (a
-    hyphen) is left alone."""
-    known, by_word = {}, {}     # string -> (only at a start, entity); first word -> strings, known or not yet
-    result = []
+    paragraphs: [(text, mentions)], as is the result. Of several names the longest is taken."""
+    known = {}                          # first word -> {name: (entity, only at a sentence's start)}
 
-    def learn(strings, entity):
-        for _, string, at_start in strings:
-            if known.get(string, ("", ""))[1] != title:     # [[Alabama (people)|Alabama]] on Alabama's page
-                known[string] = at_start, entity
+    def learn(shown, entity):
+        for name, at_start in names_for(shown, entity):
+            names = known.setdefault(re.match(r"\w+", name)[0], {})
+            is_title = name in names and names[name][0] == title
+            if not is_title and len(names) < 100:   # some pages have thousands of "List of …"
+                names[name] = entity, at_start
 
-    own = _strings_for(title, title)
+    learn(title, title)
     if title[1:].islower():                                 # "Anarchism": a name or a common noun
-        own += _strings_for(title.lower(), title)[:1]
-    learn(own, title)
+        learn(title.lower(), title)
+    result = []
     for text, mentions in paragraphs:
-        strings = [_strings_for(text[m.start:m.end], m.entity) for m in mentions]
-        for first, string, _ in chain(own, *strings):
-            if len(by_word.setdefault(first, set())) < 100:         # a page of thousands of "List of …"
-                by_word[first].add(string)
-        places = [(len(text), 0, "")]
-        for word in by_word.keys() & _words(text):
-            for string in by_word[word]:
-                at = text.find(string)
-                while at >= 0:
-                    places.append((at, -len(string), string))       # so that the longest comes first
-                    at = text.find(string, at + 1)
-        found, n, pos, limit = [], 0, 0, mentions[0].start if mentions else len(text)
-        for start, length, string in sorted(places):
-            while limit <= start and n < len(mentions):     # a mention is known from its own end on
-                learn(strings[n], mentions[n].entity)
-                found.append(mentions[n])
-                pos, n = mentions[n].end, n + 1
-                limit = mentions[n].start if n < len(mentions) else len(text)
-            if start < pos or string not in known:
-                continue
-            (at_start, entity), end = known[string], start - length
-            if length < -4 and text[end:end + 1] == "s" and (at_start or string[0].islower()):
-                end += 1                                    # a plural
-            if end <= limit and _stands_alone(text, start, end, at_start):
-                found.append(Mention(start, end, entity))
-                pos = end
+        found, linked, end = [], deque(mentions), 0
+        words = [(word.start(), word[0]) for word in re.finditer(r"\w+", text)]
+        for start, word in words + [(len(text), "")]:
+            while linked and linked[0].start <= start:      # a link is known from its own end on
+                found.append(linked.popleft())
+                end = found[-1].end
+                learn(text[found[-1].start:end], found[-1].entity)
+            limit = linked[0].start if linked else len(text)
+            names = known.get(word, {}) | known.get(word[:-1], {})      # a plural, perhaps
+            for name in sorted(names, key=len, reverse=True):
+                entity, at_start = names[name]
+                stop = start + len(name)
+                if len(name) > 4 and text[stop:stop + 1] == "s" and (at_start or name[0].islower()):
+                    stop += 1
+                if end <= start and stop <= limit and text.startswith(name, start) and \
+                        stands_alone(text, start, stop, at_start):
+                    found.append(Mention(start, stop, entity))
+                    end = stop
         result.append((text, found))
     return result
 
 
-def _packed(pages):
-    """Batches of pages, packed: what Wikitext.batch reads."""
-    def pack(batch):
-        return zlib.compress(json.dumps(batch, ensure_ascii=False).encode(), 1)
-
-    batch, size = [], 0
-    for page in pages:
-        batch.append(page)
-        size += len(page.text)
-        if size >= BATCH:
-            yield pack(batch)
-            batch, size = [], 0
-    if batch:
-        yield pack(batch)
+def corpus_lines(title, paragraphs, extend, counts) -> list:
+    """The lines of the corpus of an article: [{"title", "text", "mentions"}, …]."""
+    n_links = sum(len(mentions) for _, mentions in paragraphs)
+    if extend:
+        paragraphs = extend_mentions(title, paragraphs)
+    counts["links: kept"] += n_links
+    counts["mentions added"] += sum(len(mentions) for _, mentions in paragraphs) - n_links
+    counts["texts written"] += len(paragraphs)
+    return [{"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
+            for text, mentions in paragraphs]
 
 
 def _start_worker(*arguments):
-    global _wikitext
-    gc.disable()                                            # nothing makes cycles; to look for them took an eighth
-    _wikitext = Wikitext(*arguments)
+    global _arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is for the main process
+    _arguments = arguments
 
 
-def _wikitext_batch(packed):
-    return _wikitext.batch(packed)
+def _convert_page(page):
+    """(lines, counts) of a page, in a worker."""
+    (title, kind, _, text), (redirects, ambiguous, extend) = page, _arguments
+    counts, lines, left = Counter(), [], "on a page left out"
+    if kind == "article":
+        paragraphs = read_article(text, redirects, ambiguous, counts)
+        lines, left = corpus_lines(title, paragraphs, extend, counts), "outside the prose"
+    told = sum(n for what, n in counts.items() if what.startswith("links: "))
+    counts.update({"links": text.count("[["), "links: " + left: text.count("[[") - told,
+                   "pages": 1, "pages: " + kind: 1})
+    return lines, counts
 
 
-def _in_order(batches, workers, arguments):
-    if workers <= 1:
-        yield from map(Wikitext(*arguments).batch, batches)
-        return
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=arguments) as pool:
-        waiting = deque()                                   # short, or the reader fills the memory
-        for batch in batches:
-            waiting.append(pool.submit(_wikitext_batch, batch))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        for future in waiting:
-            yield future.result()
+def wiki(path, out, extend=True, workers=1) -> Counter:
+    """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
+    def lines():                        # in two passes: redirects may stand last
+        redirects, ambiguous = {}, set()
+        for title, kind, target, _ in read_dump(path, lambda text: print(text, file=sys.stderr)):
+            if kind == "redirect":
+                redirects[title] = canonical(target)
+            elif kind == "disambiguation page":
+                ambiguous.add(title)
+        pages = iter(tqdm(read_dump(path), unit=" pages", leave=False, disable=None))
+        try:
+            with ProcessPoolExecutor(workers, initializer=_start_worker,
+                                     initargs=(redirects, ambiguous, extend)) as pool:
+                while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
+                    for some_lines, some_counts in pool.map(_convert_page, batch, chunksize=4):
+                        counts.update(some_counts)
+                        yield from some_lines
+        except BrokenProcessPool as e:
+            raise UserError(f"{path}: a worker died, perhaps for want of memory; take fewer") from e
+        if not counts["pages"]:
+            raise UserError(f"{path}: holds no page; give a pages-articles dump")
+
+    if importlib.util.find_spec("mwparserfromhell") is None:
+        raise UserError("data.py wiki needs a package: pip install mwparserfromhell")
+    if workers < 1:
+        raise UserError("--workers: at least 1")
+    counts = Counter()
+    return write_corpus(out, lines(), counts)
 
 
-def write_wiki(path, out, extend=True, workers=1) -> Counter:
-    """Writes the corpus of a dump, gzipped if `out` ends in .gz, and returns the counts. Raises UserError.
+def write_corpus(out, lines, counts):
+    """Writes the lines, gzipped where `out` ends in .gz (no time in it), then prints the counts."""
+    def write(file):
+        is_gzip = str(out).endswith(".gz")
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as f:
+            for line in lines:
+                text = json.dumps(line, ensure_ascii=False) + "\n"
+                f.write(text.encode("utf-8", "replace"))       # half a surrogate pair, in KILT
 
-    A redirect may stand after the links that go through it, so pages wait in a temporary file beside `out` until
-    the whole dump is read: about half its text's size, and less than half the time of unpacking the bz2 again.
-    Memory holds a few batches and the redirects, about 200 bytes each."""
-    namespaces, redirects, disambiguations, counts = dict(NAMESPACES), {}, set(), Counter()
-
-    def pages():
-        wikitext = Wikitext({}, set(), namespaces)
-        for page in read_dump(path, namespaces, "pages"):
-            if page.namespace == 0 and page.redirect is not None:
-                redirects[canonical(page.title)] = wikitext.target(page.redirect)[0] or ""
-            elif page.title.endswith(" (disambiguation)") or DISAMBIGUATION.search(page.text[-5000:]):
-                disambiguations.add(canonical(page.title))
-            yield page
-
-    try:
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(out))) as waiting, \
-                open(f"{out}.tmp", "wb") as file:
-            sizes = [waiting.write(packed) for packed in _packed(pages())]
-            if not sizes:
-                raise UserError(f"{path}: holds no page; give a pages-articles dump")
-            for title, target in redirects.items():
-                seen = {title}
-                while target in redirects and target not in seen:
-                    seen.add(target)
-                    target = redirects[target]
-                redirects.update(dict.fromkeys(seen, "" if target in seen else target))
-            waiting.seek(0)
-            batches = (waiting.read(n) for n in tqdm(sizes, "articles", unit=" batches", leave=False, disable=None))
-            arguments = redirects, disambiguations, namespaces, extend, str(out).endswith(".gz")
-            for data, some in _in_order(batches, workers, arguments):
-                file.write(data)
-                counts.update(some)
-        os.replace(f"{out}.tmp", out)
-    except BrokenProcessPool as e:
-        raise UserError(f"{path}: a worker has died, perhaps for want of memory; take fewer --workers") from e
-    except OSError as e:
-        raise UserError(f"{out}: cannot be written ({e.strerror or e}); choose another name") from e
-    finally:
-        if os.path.exists(f"{out}.tmp"):
-            os.remove(f"{out}.tmp")
+    write_file(out, write)
+    for what, n in sorted(counts.items()):
+        print(f"{what:<46}{n:>12,}")
     return counts
 
 
-def wiki(path, out, extend=True, workers=1):
-    """`data.py wiki`: writes the corpus of a dump and prints what became of each page and of each link."""
-    gc.disable()                                            # as in _start_worker
-    counts = write_wiki(path, out, extend, workers)
-    counts["pages"] = sum(n for key, n in counts.items() if key[0] == "pages")
-    for group in ("pages", "links"):
-        print(f"{group:<46}{counts[group]:>12,}")
-        for key, n in counts.most_common():
-            if key[0] == group and n:
-                print(f"  {key[1]:<44}{n:>12,}")
-    print(f"{'mentions added':<46}{counts['added']:>12,}\n{'texts written':<46}{counts['texts']:>12,}")
-    print(f"{'templates and tables that are not closed':<46}{counts['unclosed']:>12,}")
+def kilt_page(page) -> list:
+    """[(text, mentions)] of a page of KILT's knowledge source:
+
+    {"wikipedia_title", "text": [paragraph, …], "anchors": [{"paragraph_id", "start", "end",
+    "wikipedia_title" or "href"}, …]}; "Section::::Wars." is a heading, "BULLET::::- x" an item."""
+    paragraphs = []
+    anchors = sorted(page["anchors"], key=lambda anchor: anchor["start"])
+    for i, text in enumerate(page["text"]):
+        mark = re.match(r"\s*(BULLET::::([-*]|\d+\.)?)?\s*", text).end()
+        body, mentions, free_from = text[mark:].rstrip(), [], 0
+        if not body or body.startswith("Section::::") or i == 0 and body == page["wikipedia_title"]:
+            continue
+        for anchor in anchors:
+            target = anchor.get("wikipedia_title") or unquote(anchor["href"])
+            start, end = anchor["start"] - mark, anchor["end"] - mark
+            entity, _ = link_target(target, {}, set())
+            if entity and anchor["paragraph_id"] == i and free_from <= start < end <= len(body):
+                mentions.append(Mention(start, end, entity))
+                free_from = end
+        paragraphs.append((body, mentions))
+    return paragraphs
+
+
+def kilt(path, out, extend=True) -> Counter:
+    """`data.py kilt`: the corpus of KILT's knowledge source, a page a line. Raises UserError."""
+    def lines():
+        for n, line in enumerate(open_text(path), 1):
+            try:
+                page = json.loads(line)
+                title, paragraphs = page["wikipedia_title"], kilt_page(page)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+                raise UserError(f"{path}:{n}: no page of KILT's knowledge source ({e!r}); give "
+                                "kilt_knowledgesource.json as published") from e
+            counts.update({"pages": 1, "links": len(page["anchors"])})
+            yield from corpus_lines(title, paragraphs, extend, counts)
+
+    counts = Counter()
+    return write_corpus(out, lines(), counts)
 
 
 # ---------------------------------------------------------------- the published task files
 
-# No gold evidence is taken from any of them (§4.3). HoVer says the same two labels in other words. FEVER's
-# third, NOT ENOUGH INFO, stays: the paper's FEVER is three-way (RAG's 72.5 beside it is a three-way figure).
-LABELS = {"SUPPORTS": "SUPPORTS", "SUPPORTED": "SUPPORTS", "REFUTES": "REFUTES", "NOT_SUPPORTED": "REFUTES",
-          "NOT ENOUGH INFO": "NOT ENOUGH INFO", None: None}         # test files have none
-CLAIMS = {"fever": "claim", "hover": "claim", "fm2": "text"}
-QUESTIONS = {           # the field of the question; the names of its answers, best first, [] in test files
-    "triviaqa": ("Question", lambda r: [r["Answer"]["Value"]] + r["Answer"].get("Aliases", [])
-                 if "Answer" in r else []),
-    "complexwebquestions": ("question", lambda r: [name for a in r.get("answers", [])
-                                                   for name in [a["answer"]] + a.get("aliases", []) if name]),
-    "entityquestions": ("question", lambda r: r.get("answers", []) + [])}
+class TaskFile(NamedTuple):
+    """Where a published file has what. No gold evidence is taken from any (§4.3)."""
+    text: str               # the field of the claim or question
+    answer: str             # … of the label or the answers
+    blind: str | None       # a field of its test files, which lack answers; None: there are no such
+    read: Callable          # what stands in the field `answer` -> our label, or answers, best first
 
 
-def task_records(path):
-    """("FILE: record 3" or "FILE:3", record) of a JSON list, {"Data": list}, JSON lines or a tar of these."""
+def read_triviaqa(answer):
+    return [answer["Value"]] + answer.get("Aliases", [])
+
+
+def read_complexwebquestions(answers):
+    return [name for a in answers for name in [a["answer"]] + a.get("aliases", []) if name]
+
+
+# FEVER's NOT ENOUGH INFO stays: the paper's FEVER is three-way (RAG's 72.5 beside it is, too).
+CLAIM_TASKS = {
+    "fever": TaskFile("claim", "label", "id", {x: x for x in CLAIM_LABELS}.__getitem__),
+    "hover": TaskFile("claim", "label", "uid", {"SUPPORTED": "SUPPORTS",
+                                                "NOT_SUPPORTED": "REFUTES"}.__getitem__),
+    "fm2": TaskFile("text", "label", None, {x: x for x in CLAIM_LABELS[:2]}.__getitem__)}
+QUESTION_TASKS = {
+    "triviaqa": TaskFile("Question", "Answer", "QuestionId", read_triviaqa),
+    "complexwebquestions": TaskFile("question", "answers", "ID", read_complexwebquestions),
+    "entityquestions": TaskFile("question", "answers", None, lambda answers: answers + [])}
+
+
+def task_records(path) -> list:
+    """[("FILE: record 3" or "FILE:3", record)] of a JSON list, {"Data": list} or JSON lines."""
     if ".tar" in os.path.basename(path):
+        raise UserError(f"{path}: an archive; unpack it and give the files in it")
+    text = "".join(open_text(path))
+    try:
+        whole = json.loads(text)
+        records = whole.get("Data", [whole]) if isinstance(whole, dict) else whole
+        return [(f"{path}: record {n}", record) for n, record in enumerate(records, 1)]
+    except (ValueError, RecursionError):                    # then it is JSON lines
+        records = []
+    for n, line in enumerate(text.split("\n"), 1):
         try:
-            with tarfile.open(path) as archive:             # each is read from it; nothing is unpacked
-                files = [(f"{path}/{m.name}", archive.extractfile(m).read().decode("utf-8"))
-                         for m in archive if m.isfile() and m.name.endswith((".json", ".jsonl"))]
-        except (OSError, EOFError, ValueError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
-            raise UserError(f"{path}: not a whole archive of UTF-8 files ({e}); download it again") from e
-    else:
-        files = [(path, "".join(open_text(path)))]
-    for name, text in files:
-        try:
-            records = json.loads(text)
-        except (ValueError, RecursionError) as e:           # JSON lines, then
-            if text.lstrip()[:1] == "[":
-                raise UserError(f"{name}:{getattr(e, 'lineno', 1)}: not JSON, {e}; download it again") from e
-            for n, line in enumerate(text.split("\n"), 1):
-                try:
-                    if line.strip():
-                        yield f"{name}:{n}", json.loads(line)
-                except (ValueError, RecursionError) as e:
-                    raise UserError(f"{name}:{n}: not JSON, {e}; correct this line or take it out") from e
-            continue
-        records = records.get("Data", [records]) if isinstance(records, dict) else records
-        for n, record in enumerate(records if isinstance(records, list) else [records], 1):
-            yield f"{name}: record {n}", record
+            if line.strip():
+                records.append((f"{path}:{n}", json.loads(line)))
+        except (ValueError, RecursionError) as e:
+            raise UserError(f"{path}:{n}: not JSON, {e}; download the file again") from e
+    return records
 
 
-def task_example(name, record) -> dict:
-    """A line of a file of examples, as read_examples reads it, from a record of task `name`. Raises ValueError."""
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if name in CLAIMS:
-        label = record.get("label")
-        if not isinstance(label, str | None) or label not in LABELS:
-            raise ValueError(f'"label" is {label!r}')
-        check_fields(record, {CLAIMS[name]: "a string"})
-        example = {"text": record[CLAIMS[name]], "label": LABELS[label]}
+def task_example(task, record) -> dict:
+    """A line of a file of examples (read_examples) from a published record. Raises ValueError."""
+    fields = (CLAIM_TASKS | QUESTION_TASKS)[task]
+    if not isinstance(record, dict) or not isinstance(record.get(fields.text), str):
+        raise ValueError(f'"{fields.text}" is no string')
+    text, answer = record[fields.text], record.get(fields.answer)
+    others = {key.lower() for key in record} - {fields.answer.lower()}
+    if answer is None and (fields.blind not in record or
+                           others & {"answer", "answers", "label", "verdict"}):
+        raise ValueError(f'"{fields.answer}" is missing')
+    try:
+        read = fields.read(answer) if answer is not None else None
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f'"{fields.answer}" is not as published: {str(answer)[:60]!r}') from e
+    if task in CLAIM_TASKS:
+        example = {"text": text, "label": read}
+    elif all(isinstance(name, str) for name in read or []):
+        example = {"question": text, "answer_text": list(dict.fromkeys(read or []))}
     else:
-        key, names = QUESTIONS[name]
-        try:
-            answers = list(dict.fromkeys(names(record)))
-        except (KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"its answers are not in the published form ({type(e).__name__}: {e})") from e
-        if not all(isinstance(a, str) for a in answers):
-            raise ValueError("an answer is not a string")
-        check_fields(record, {key: "a string"})
-        example = {"question": record[key], "answer_text": answers}
-    if record.get("mentions") is not None:                  # else they are found when the example is used
-        text = example["text" if name in CLAIMS else "question"]
-        example["mentions"] = [m._asdict() for m in read_mentions(record, text)]
+        raise ValueError("an answer is not a string")
+    if record.get("mentions") is not None:                  # else they are found when it is used
+        example["mentions"] = record["mentions"]
+    json.dumps(example, ensure_ascii=False).encode()        # refuses half a surrogate pair
     return example
 
 
 def answer_key(name):
-    """What is compared: lower case, no punctuation, "_" or article: "The_Black_Sea" becomes "black sea"."""
+    """What is compared: lower case, no punctuation, "_" or "the": The_Black_Sea is "black sea"."""
     words = re.findall(r"\w+", name.replace("_", " ").lower())
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 def answer_entities(wanted, corpus=None, entities=None) -> dict:
-    """answer_key -> entity for the keys in `wanted`: the entity of that title, else of that title but for a
-    bracket at its end, else the one that the corpus most often calls so. Of several, the most frequent."""
-    found = {}                                              # (how, key) -> Counter of entities
-
-    @lru_cache(1 << 20)
-    def keys(entity, shown):
-        return answer_key(entity), answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)), answer_key(shown)
-
+    """answer_key -> entity for the keys in `wanted`: the entity of that title, else of that title
+    but for a bracket, else the one that the corpus calls so. Of several, the most frequent."""
     if corpus:
-        named = ((m.entity, text.text[m.start:m.end])
-                 for text in read_corpus(corpus) for m in text.mentions if m.entity)
+        named = Counter((m.entity, text.text[m.start:m.end])
+                        for text in read_corpus(corpus) for m in text.mentions if m.entity)
     else:
-        named = ((line.strip(), "") for line in open_text(entities))
-    for entity, shown in named:
-        for how, key in enumerate(keys(entity, shown)):
+        named = Counter((line.strip(), "") for line in open_text(entities))
+    ways = [{}, {}, {}]                 # key -> Counter of entities; the best way first
+    for (entity, shown), n in named.items():
+        for way, name in zip(ways, (entity, re.sub(r"[ _]\([^()]*\)$", "", entity), shown)):
+            key = answer_key(name)
             if key in wanted:
-                found.setdefault((how, key), Counter())[entity] += 1
-    return {key: found[how, key].most_common(1)[0][0] for how, key in sorted(found, reverse=True)}
+                way.setdefault(key, Counter())[entity] += n
+    found = {}
+    for way in reversed(ways):
+        found.update({key: counted.most_common(1)[0][0] for key, counted in way.items()})
+    return found
 
 
 def task(name, paths, out, corpus=None, entities=None):
     """`data.py task`: published files as examples. Raises UserError.
 
-    A question keeps its answers as "answer_text"; "answers" are the entities among them. With none it counts
-    as wrong (§4.4)."""
-    if name in QUESTIONS and not (corpus or entities):
-        raise UserError(f"{name}: answers are mapped to entities; give them with --corpus or --entities")
+    A question keeps its answers as "answer_text"; "answers" are the entities among them. With none
+    it counts as wrong (§4.4)."""
+    if name in QUESTION_TASKS and not (corpus or entities):
+        raise UserError(f"{name}: answers become entities; name these by --corpus or --entities")
     examples = []
-    for where, record in chain.from_iterable(map(task_records, paths)):
-        try:
-            examples.append(task_example(name, record))
-        except ValueError as e:
-            raise UserError(f"{where}: {e}; is this a file of {name}, as published?") from e
+    for path in paths:
+        for where, record in task_records(path):
+            try:
+                examples.append(task_example(name, record))
+            except ValueError as e:
+                raise UserError(f"{where}: {e}; is this a file of {name}, as published?") from e
     if not examples:
         raise UserError(f"{paths[0]}: holds no record; give the file as published")
-    if name in CLAIMS:
-        labels = Counter(e["label"] or "without a label" for e in examples)
-        print(f"{len(examples):,} claims:", ", ".join(f"{n:,} {label}" for label, n in labels.most_common()))
+    if name in CLAIM_TASKS:
+        labels = Counter(e["label"] or "without a label" for e in examples).most_common()
+        print(f"{len(examples):,} claims:", ", ".join(f"{n:,} {label}" for label, n in labels))
     else:
         wanted = {answer_key(answer) for e in examples for answer in e["answer_text"]} - {""}
         known = answer_entities(wanted, corpus, entities)
         for e in examples:
-            keys = map(answer_key, e["answer_text"])
+            keys = [answer_key(answer) for answer in e["answer_text"]]
             e["answers"] = list(dict.fromkeys(known[key] for key in keys if key in known))
-        n, mapped = (sum(bool(e[key]) for e in examples) for key in ("answer_text", "answers"))
-        print(f"{len(examples):,} questions, {n:,} with answers; for {mapped:,} an answer is an entity "
-              f"({mapped / max(n, 1):.1%})")
-    try:
-        write_lines(out, examples)
-    except OSError as e:
-        raise UserError(f"{out}: cannot be written ({e.strerror}); choose another name") from e
+        n_answered = sum(e["answer_text"] != [] for e in examples)
+        n_mapped = sum(e["answers"] != [] for e in examples)
+        print(f"{len(examples):,} questions, {n_answered:,} with answers; for {n_mapped:,} an "
+              f"answer is an entity ({n_mapped / max(n_answered, 1):.1%})")
+    write_lines(out, examples)
 
 
 # ---------------------------------------------------------------- command line
@@ -2031,8 +1899,12 @@ def main() -> int:
     dump.add_argument("--out", required=True, help="corpus.jsonl or corpus.jsonl.gz")
     dump.add_argument("--no-extend", action="store_true", help="only links as they are written")
     dump.add_argument("--workers", type=at_least_one, default=1)
+    source = commands.add_parser("kilt", help="turn KILT's knowledge source into a corpus")
+    source.add_argument("file")
+    source.add_argument("--out", required=True, help="corpus.jsonl or corpus.jsonl.gz")
+    source.add_argument("--no-extend", action="store_true", help="only links as they are written")
     published = commands.add_parser("task", help="turn the published files of a task into examples")
-    published.add_argument("name", choices=[*CLAIMS, *QUESTIONS])
+    published.add_argument("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
     published.add_argument("files", nargs="+")
     published.add_argument("--out", required=True)
     named = published.add_mutually_exclusive_group()
@@ -2046,6 +1918,8 @@ def main() -> int:
             write_toy(args.out, *toy_world(args.seed))
         elif args.command == "wiki":
             wiki(args.file, args.out, not args.no_extend, args.workers)
+        elif args.command == "kilt":
+            kilt(args.file, args.out, not args.no_extend)
         elif args.command == "task":
             task(args.name, args.files, args.out, args.corpus, args.entities)
         else:

@@ -1,16 +1,22 @@
-"""The mention memory: a table of every linked mention of a corpus, and the attention to it (paper §2.1.2, §2.2.1).
+"""The mention memory: a table of the linked mentions of a corpus, and the attention to it
+(paper §2.1.2, §2.2.1).
 
-    MemKey (N, d_K)   MemValue (N, d_V)   MemEnt (N,)   passage and mention number of each row (N,)
+    MemKey (N, d_K)   MemValue (N, d_V)   MemEnt (N,)         keys, values, entity
+    passage and mention: where each row stands in the corpus (N,)
 
-    MemoryAttention:  Query(m) = SpanEncodingLayer(H, (s, e))                               eq. 6
-                      alpha_i  ∝ exp(Query(m) · MemKey(i)),  i in TopMem(Query(m))          eq. 7
-                      Value(m) = sum_i alpha_i MemValue(i)                                  eq. 8
-                      M_s      = LayerNorm(H_s + W_U Value(m))                              eq. 9
+    Query(m) = SpanEncodingLayer(H, (s, e))                                           eq. 6
+    alpha_i  ∝ exp(Query(m) · MemKey(i)),  i in TopMem(Query(m))                      eq. 7
+    Value(m) = sum_i alpha_i MemValue(i)                                              eq. 8
+    M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
-Three memories offer the same `attend`: BatchMemory holds the mentions of the batch itself and lets the gradient through
-(BATCH-TOME, §2.3); MentionMemory is the frozen table of the whole corpus, of which each process holds its own rows
-(TOME, §2.2); EntityTable is a baseline's, a trained row for each entity.
+Three memories offer the same `attend`. BatchMemory holds the mentions of the batch itself and lets
+the gradient through (BATCH-TOME, §2.3). MentionMemory is the frozen table of the whole corpus, of
+which each process holds its own rows (TOME, §2.2). EntityTable is a baseline: a trained row for
+each entity. M is the number of mentions that ask, N that of memories, K that of retrieved ones.
 """
+import copy
+import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,43 +27,45 @@ from tqdm import tqdm
 
 import ann
 import data
-from data import UserError, checksum, read_json, write_file, write_json
+from data import UserError, checksum, commit_folder, read_json, write_file, write_json
 from encoder import SpanEncodingLayer
 
-FORMAT = 2
+FORMAT = 3
 PASSAGES_PER_SHARD = 8192
-ARRAYS = ("keys", "values", "entity", "passage", "mention")
+BATCH_TOKENS = 16384            # tokens that are encoded at a time
+IDS = ("entity", "passage", "mention")
+ARRAYS = ("keys", "values", *IDS)
 
 
 class Retrieved(NamedTuple):
-    """What a batch of M mentions found: K memories each, best first where they were searched for and in the table's own
-    order where all of it is attended; scores -inf and ids -1 where there are fewer."""
-    scores: torch.Tensor        # (M, K) query · key, with gradient into the query
-    ids: torch.Tensor           # (M, K) memory rows
-    entity: torch.Tensor        # (M, K) MemEnt
+    """What M mentions found: K memories each, best first where they were searched for, in the
+    table's order where all of it is attended. Where there are fewer: scores -inf, ids -1."""
+    scores: torch.Tensor            # (M, K) query · key, with gradient into the query
+    ids: torch.Tensor               # (M, K) memory rows
+    entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
     value: torch.Tensor = None      # (M, d_V) eq. 8
     query: torch.Tensor = None      # (M, d_K) eq. 6, of a memory layer
 
 
 def attention_weights(scores):
-    """Softmax over the last dimension in which a row of nothing but -inf gives zeros instead of NaN."""
+    """Softmax over the last dimension. A row of nothing but -inf gives zeros instead of NaN."""
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
 
 class BatchMemory:
-    """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. With several processes the
-    batch is that of all of them (app. A.1 makes sure that its passages are related)."""
+    """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. The batch
+    is that of all processes; its passages are related (app. A.1)."""
 
     def __init__(self, keys, values, entity, passage):
-        self.keys, self.values = ann.gather(keys), ann.gather(values)                        # (N, d_K), (N, d_V)
-        self.entity, self.passage = ann.gather(entity), ann.gather(passage)                  # (N,)
+        self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
+        self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """Softmax over the whole batch memory: at this size there is nothing to search. query (M, d_K),
-        passage (M,): a mention never attends to its own passage (app. A)."""
-        scores = ann.dot(query, self.keys)                                                   # (M, N)
+        """Softmax over the whole batch memory: it is too small to search. query (M, d_K), passage
+        (M,): a mention never attends to its own passage (app. A)."""
+        scores = ann.dot(query, self.keys)                                      # (M, N)
         scores = scores.masked_fill(passage[:, None] == self.passage[None, :], -torch.inf)
         weights = attention_weights(scores)
         ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
@@ -65,9 +73,9 @@ class BatchMemory:
 
 
 class EntityTable(nn.Module):
-    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for each entity, trained
-    with the model, in place of the mention memory. What it knows of an entity it has to learn; of one that training
-    never names, nothing. Row 0 is no entity."""
+    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
+    each entity, trained with the model in place of the mention memory. It knows nothing of an
+    entity that training never names. Row 0 is no entity."""
 
     def __init__(self, config):
         super().__init__()
@@ -75,8 +83,8 @@ class EntityTable(nn.Module):
         self.values = nn.Parameter(torch.randn(config.n_entities, config.value_dim) * 0.1)
 
     def retrieve(self, query, passage=None, k=None, k_shard=None):
-        """All entities, scored. query (M, d_K); the rest is the mention memory's and has no meaning here."""
-        scores = ann.dot(query, self.keys)                                                   # (M, E)
+        """All entities, scored. query (M, d_K); the other arguments are the mention memory's."""
+        scores = ann.dot(query, self.keys)                                      # (M, E)
         ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
         return Retrieved(scores.masked_fill(ids == 0, -torch.inf), ids, ids)
 
@@ -87,18 +95,16 @@ class EntityTable(nn.Module):
 
 
 class MentionMemory:
-    """This process's rows of the frozen table. keys (N, d_K), values (N, d_V), entity, passage, mention (N,).
+    """This process's rows of the frozen table. keys (N, d_K), values (N, d_V), entity, passage,
+    mention (N,).
 
-    `passage` names the group of rows that a query of the same number never sees: the query's own passage in training
-    ("disallowed same passage retrieval", §2.4); evaluation puts articles there to take a whole subject away."""
+    A query never sees rows of its own `passage`: in training its own text ("disallowed same passage
+    retrieval", §2.4). Evaluation puts articles there, to take a whole subject away."""
 
-    def __init__(self, keys, values, entity, passage, mention, n_search=None, index=None):
+    def __init__(self, keys, values, entity, passage, mention):
         self.keys, self.values, self.entity = keys, values, entity
         self.passage, self.mention = passage, mention
-        self.n_search = n_search        # None: exact search; else in so many of 4 sqrt(N) buckets (app. C.1.2)
-        if index is None and n_search is not None and len(keys) > 0:
-            index = ann.BucketedIndex(keys, int(4 * len(keys) ** 0.5), passage)
-        self.index = index
+        self.n_search = self.index = None               # None: the search is exact
 
     def __len__(self):
         return len(self.keys)
@@ -106,71 +112,80 @@ class MentionMemory:
     @staticmethod
     def from_arrays(rows, device):
         """From a dictionary of ARRAYS in numpy."""
-        ids = ("entity", "passage", "mention")
-        return MentionMemory(*(torch.from_numpy(rows[name].astype(np.int64) if name in ids else rows[name]).to(device)
-                               for name in ARRAYS))
+        rows = rows | {name: rows[name].astype(np.int64) for name in IDS}
+        return MentionMemory(*(torch.from_numpy(rows[name]).to(device) for name in ARRAYS))
 
     @torch.no_grad()
     def search(self, query, k, query_passage):
-        """The best k of this process's own rows, same passage removed first: scores, ids [Q, k]."""
+        """The k best of this process's rows, same passage removed first: scores, ids [Q, k]."""
         if self.index is not None:
             return self.index.search(query, k, self.n_search, query_passage)
         return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
 
     def retrieve(self, query, passage, k, k_shard):
-        """TopMem (§2.2.2): the search runs without gradient, then the chosen keys are scored again with it.
+        """TopMem (§2.2.2): the search is without gradient, then the found keys are scored with it.
 
-        Every process offers its k_shard best (app. C.1.4: 2 of k = 128, from 128 processes); fewer processes offer more,
-        so that there are always k to choose from, and one process searches exactly."""
+        Every process offers its k_shard best (app. C.1.4: 2 of k = 128, from 128 processes). Fewer
+        processes offer more, so that there are k to choose from; one process searches exactly."""
         k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
-        _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage, len(self))    # (M, K)
-        keys, entity = ann.fetch(ids, [self.keys, self.entity])                              # (M, K, d_K), (M, K)
+        _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
+                                  len(self))                                    # (M, K)
+        keys, entity = ann.fetch(ids, [self.keys, self.entity])                # (M, K, d_K), (M, K)
         scores = ann.dot(query[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
         return Retrieved(scores, ids, entity)
 
     def attend(self, query, passage, k, k_shard):
-        """Eq. 7 and 8. query (M, d_K), passage (M,) -> Retrieved with weights (M, K) and value (M, d_V)."""
+        """Eq. 7 and 8. query (M, d_K), passage (M,) -> Retrieved with weights and value."""
         found = self.retrieve(query, passage, k, k_shard)
-        values, = ann.fetch(found.ids, [self.values])                                        # (M, K, d_V)
+        values, = ann.fetch(found.ids, [self.values])                           # (M, K, d_V)
         weights = attention_weights(found.scores)
-        return found._replace(weights=weights, value=torch.einsum("mk,mkv->mv", weights, values.float()))
+        value = torch.einsum("mk,mkv->mv", weights, values.float())
+        return found._replace(weights=weights, value=value)
 
     def log_sums(self, query, passage, entity):
-        """Eq. 10 over the whole table of all processes, not its k best: log sum_i exp(query · MemKey(i)) of all rows i and
-        of the entity's own. query (M, d_K), passage, entity (M,) -> (M, 2), finfo.min where there is no row. Holds the
-        scores of everybody's queries and this process's rows, a few times over."""
-        query, passage, entity, M = *(ann.gather(x) for x in (query.float(), passage, entity)), len(query)
-        scores = ann.dot(query, self.keys)                                                   # (M of all, N)
+        """Eq. 10 over all rows of all processes, not the k best: log sum_i exp(query · MemKey(i))
+        of all rows i, and of the entity's own. query (M, d_K), passage, entity (M,) -> (M, 2),
+        finfo.min where there is no row. Holds the scores of everybody's queries and its rows."""
+        n_own = len(query)
+        query, passage, entity = ann.gather(query.float()), ann.gather(passage), ann.gather(entity)
+        scores = ann.dot(query, self.keys)                                      # (M of all, N)
         least = torch.finfo(scores.dtype).min       # -inf would leave logsumexp without a gradient
         if (passage >= 0).any():
             scores = scores.masked_fill(passage[:, None] == self.passage, least)
-        m, i = (entity[:, None] == self.entity).nonzero(as_tuple=True)                       # few: a row for each m
+        m, i = (entity[:, None] == self.entity).nonzero(as_tuple=True)          # few rows of each m
         count = torch.bincount(m, minlength=len(query))
-        own = scores.new_full((len(query), max(count.tolist(), default=0)), least)
-        own = own.index_put((m, ann.ragged(count)[1]), scores[m, i])
-        sums = torch.stack([scores.logsumexp(-1), own.logsumexp(-1)], dim=1).clamp(min=least)
+        same = scores.new_full((len(query), max(count.tolist(), default=0)), least)
+        same = same.index_put((m, ann.ragged(count)[1]), scores[m, i])
+        sums = torch.stack([scores.logsumexp(-1), same.logsumexp(-1)], dim=1).clamp(min=least)
         rank, size = ann.rank_and_size()
         if size == 1:
             return sums
-        everybody = ann.gather(sums).view(size, -1, 2).logsumexp(0)                          # (M of all, 2)
-        return everybody.split(ann.gather_counts(M, query.device))[rank]
+        sums = ann.gather(sums).view(size, -1, 2).logsumexp(0)                  # (M of all, 2)
+        return sums.split(ann.gather_counts(n_own, query.device))[rank]
 
     def passages_of(self, n_entities):
         """(E,): in how many passages of the memory, over all processes, each entity stands."""
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
-        return ann.sum_over_processes(torch.bincount(pairs[0], minlength=n_entities), self.entity.device)
+        count = torch.bincount(pairs[0], minlength=n_entities)
+        return ann.sum_over_processes(count, self.entity.device)
 
-    # -- the same table, changed: another search, and the controls of the experiments
+    # The same table, changed: another search, and the controls of the experiments.
 
-    def changed(self, **changes):
-        kept = {name: getattr(self, name) for name in (*ARRAYS, "n_search", "index")}
-        if changes.keys() & {"keys", "passage", "n_search"}:
-            kept["index"] = None            # it holds them, in its own order
-        return MentionMemory(**kept | changes)
+    def changed(self, **arrays):
+        """A copy with other arrays in place of those named."""
+        other = copy.copy(self)
+        vars(other).update(arrays)
+        if self.index is not None and arrays.keys() & {"keys", "passage"}:     # it holds them
+            return other.bucketed(self.n_search)
+        return other
 
     def bucketed(self, n_search):
-        """The same rows, searched in n_search buckets; None: exactly."""
-        return self.changed(n_search=n_search)
+        """The same rows, searched in n_search of 4 sqrt(N) buckets (app. C.1.2); None: exactly."""
+        other = copy.copy(self)
+        other.n_search, other.index = n_search, None
+        if n_search is not None and len(self) > 0:
+            other.index = ann.BucketedIndex(self.keys, int(4 * len(self) ** 0.5), self.passage)
+        return other
 
     def select(self, keep):
         """Only the rows where keep (N,) is true."""
@@ -178,8 +193,7 @@ class MentionMemory:
         return self.changed(**{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
-        """A uniform sample of the passages (§4.1 samples 38M of 150M mentions; by passage, so that what is kept of a
-        passage is kept whole)."""
+        """A uniform sample (§4.1: 38M of 150M mentions) by passage: each is whole or left out."""
         if fraction >= 1:
             return self
         n = int(self.passage.max()) + 1 if len(self) else 0
@@ -190,12 +204,12 @@ class MentionMemory:
         return self.select(torch.zeros(len(self), dtype=torch.bool))
 
     def shuffled(self, seed=0):
-        """Keys stay, the values behind them are another row's: retrieval is as before, what it brings is wrong."""
-        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(self))).to(self.keys.device)
-        return self.changed(values=self.values[order])
+        """Keys stay, values are another row's: it retrieves as before, what it gives is wrong."""
+        order = np.random.default_rng(seed).permutation(len(self))
+        return self.changed(values=self.values[torch.from_numpy(order).to(self.keys.device)])
 
     def by_article(self, article):
-        """The same rows, grouped by article: a query of group a sees nothing that stands in article a."""
+        """The same rows, grouped by article: a query of group a sees nothing of article a."""
         group = torch.from_numpy(np.array(article)).to(self.passage.device)[self.passage]
         return self.changed(passage=group.to(self.passage.dtype))
 
@@ -207,150 +221,174 @@ class MemoryAttention(nn.Module):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
         self.query = SpanEncodingLayer(config.hidden, config.key_dim)
-        self.up = nn.Linear(config.value_dim, config.hidden)            # W_U, with the public code's bias
+        self.up = nn.Linear(config.value_dim, config.hidden)       # W_U, and the public code's bias
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
-        row, start, end = mentions.row, mentions.start, mentions.end
-        query = self.query(H, row, start, end)
+        row, start = mentions.row, mentions.start
+        query = self.query(H, row, start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)._replace(query=query)
-        # index_put with accumulate: of two mentions that start at the same token, both updates count. A mention that
-        # was allowed nothing adds nothing, not even W_U's bias.
+        # accumulate: of two mentions that start at the same token, both updates count. A mention
+        # that was allowed nothing adds nothing, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)
         H = H.index_put((row, start), update.to(H.dtype), accumulate=True)
-        # Eq. 9 is written for M_s. Read literally, only mention starts would be normalised twice and leave the scale
-        # of their neighbours; the public code normalises everywhere, and so do we.
+        # Eq. 9 is written for M_s. Read literally, only mention starts would be normalised twice
+        # and leave the scale of their neighbours. The public code normalises all, and so do we.
         return self.norm(H), found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files: a folder of plain .npy shards and a manifest. A shard is a fixed range of passages, so that any number of
-# processes writes the same files, and a build that was stopped goes on at the first one missing.
-
+# ---- Files: plain .npy arrays by shard, and manifest.json. A shard is a fixed range of passages,
+# so that any number of processes writes the same files.
 
 def no_rows(key_dim, value_dim, dtype):
-    """ARRAYS of an empty memory."""
-    ids = np.zeros(0, np.int64)
-    return dict(keys=np.zeros((0, key_dim), dtype), values=np.zeros((0, value_dim), dtype), entity=ids, passage=ids, mention=ids)
+    """{name: [an empty array]} of ARRAYS, for others to be appended."""
+    rows = {name: [np.zeros(0, np.int64)] for name in IDS}
+    rows["keys"], rows["values"] = ([np.zeros((0, dim), dtype)] for dim in (key_dim, value_dim))
+    return rows
 
 
 @torch.no_grad()
-def encode_passages(encoder, corpus, passages, device, dtype=np.float32, batch_tokens=16384, progress=None):
-    """Memory rows of the linked mentions of these passages (int64, rising), from their unmasked text (§2.1.2): a
-    dictionary of ARRAYS, in the order of the corpus. Passages of similar length are read together."""
+def encode_passages(encoder, corpus, passages, device, dtype=np.float32, progress=None):
+    """Memory rows of the linked mentions of these passages (int64, rising), from their unmasked
+    text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
     encoder.eval()
-    parts = {name: [] for name in ARRAYS}
+    parts = no_rows(encoder.config.key_dim, encoder.config.value_dim, dtype)
+    # Passages of similar length are read together: the last one sets the width of a batch.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
     order = np.argsort(lengths, kind="stable")
     passages, lengths = passages[order], lengths[order]
     while len(passages):
-        # as many as fill batch_tokens; they come by length, so that the last one sets the width
-        n = max(1, int(np.searchsorted(lengths * np.arange(1, len(lengths) + 1), batch_tokens, "right")))
-        batch = data.make_batch(corpus, passages[:n], None, 0, 0, None)
+        n_tokens = lengths * np.arange(1, len(lengths) + 1)
+        n = max(1, int(np.searchsorted(n_tokens, BATCH_TOKENS, "right")))
+        batch = data.make_batch(corpus, passages[:n], None, 0, 0, None).to(device)
         passages, lengths = passages[n:], lengths[n:]
-        if progress is not None:
-            progress.update(n)
         linked = batch.entity > 0
-        batch = batch.to(device)
         spans = (batch.row[linked], batch.start[linked], batch.end[linked])
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             keys, values = encoder(batch.tokens, batch.attention_mask, *spans)
-        for name, tensor in (("keys", keys), ("values", values)):
-            parts[name].append(tensor.float().cpu().numpy().astype(dtype))
-        for name in ("entity", "passage", "mention"):
+        with np.errstate(over="ignore"):                # check_finite says it in a sentence
+            parts["keys"].append(keys.float().cpu().numpy().astype(dtype))
+            parts["values"].append(values.float().cpu().numpy().astype(dtype))
+        for name in IDS:
             parts[name].append(getattr(batch, name)[linked].cpu().numpy())
-    empty = no_rows(encoder.config.key_dim, encoder.config.value_dim, dtype)
-    rows = {name: np.concatenate(part or [empty[name]]) for name, part in parts.items()}
+        if progress is not None:
+            progress.update(n)
+    rows = {name: np.concatenate(part) for name, part in parts.items()}
     order = np.argsort(rows["mention"])
     return {name: array[order] for name, array in rows.items()}
 
 
-def build_memory(encoder, corpus, folder, device, dtype=np.float32):
-    """Encode every linked mention of the corpus into `folder`. The processes share the shards."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    rank, size = ann.rank_and_size()
-    n_passages = len(corpus.article)
-    n_shards = -(-n_passages // PASSAGES_PER_SHARD)
-    belongs = {"format": FORMAT, "encoder": encoder.fingerprint, "corpus": corpus.fingerprint}
-    past = corpus.meta["grew_from"]                     # a shard that was full then holds the same still
-    record_of = [folder / f"shard-{shard:05d}.json" for shard in range(n_shards)]
+def check_finite(rows, corpus):
+    """Raises UserError where a key or a value is not a finite number."""
+    for name in ("keys", "values"):
+        bad = ~np.isfinite(rows[name]).all(1)
+        if bad.any():
+            p = int(rows["passage"][bad.argmax()])
+            title = corpus.titles[corpus.article[p]]
+            raise UserError(f"passage {p:,} ({title!r}): a number of its {name} is not "
+                            f"finite in {rows[name].dtype}; use --set memory_dtype=float32, or "
+                            "train batch-tome again with a lower --lr")
 
-    def is_there(shard):
-        full = [earlier["corpus"] for earlier in past if (shard + 1) * PASSAGES_PER_SHARD <= earlier["passages"]]
-        return record_of[shard].exists() and any(read_record(record_of[shard]).items() >= (
-            belongs | {"corpus": fingerprint}).items() for fingerprint in [*full, corpus.fingerprint])
 
-    missing = {shard: np.arange(shard * PASSAGES_PER_SHARD, min((shard + 1) * PASSAGES_PER_SHARD, n_passages))
-               for shard in range(rank, n_shards, size) if not is_there(shard)}
-    progress = tqdm(total=sum(map(len, missing.values())), desc="memory", unit=" passages", disable=rank > 0)
-    for shard, passages in missing.items():
-        rows = encode_passages(encoder, corpus, passages, device, dtype, progress=progress)
-        sums = {}
-        for name, array in rows.items():
-            path = folder / f"{name}-{shard:05d}.npy"
-            write_file(path, lambda file: np.save(file, array, allow_pickle=False))
-            sums[name] = checksum(path)
-        write_json(record_of[shard], {**belongs, "n": len(rows["keys"]), "crc32": sums})
+def take_over(old, part, shard, sums):
+    """Links an old memory's arrays of this shard into `part`. False where they are not whole."""
+    for name in ARRAYS:
+        source, target = (Path(folder) / f"{name}-{shard:05d}.npy" for folder in (old, part))
+        target.unlink(missing_ok=True)
+        if not source.exists() or checksum(source) != sums[name]:
+            return False
+        try:
+            os.link(source, target)
+        except OSError:                                 # another disk, or one without links
+            shutil.copyfile(source, target)
+    return True
+
+
+def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
+    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist.
+
+    All processes call it and share the shards. They write to `folder`.part, where a build that was
+    cut off goes on, and which is renamed at the end. recipe: a plain dictionary that the manifest
+    keeps. old: folder of a memory, of a corpus with which this one begins; if it is of the same
+    encoder, its shards of the same passages are linked. Raises UserError."""
+    part, (rank, size) = Path(f"{folder}.part"), ann.rank_and_size()
+    part.mkdir(parents=True, exist_ok=True)
+    config, n_passages = encoder.config, len(corpus.article)
+    manifest = {"format": FORMAT, "recipe": recipe, "encoder": encoder.fingerprint,
+                "dtype": np.dtype(dtype).name, "key_dim": config.key_dim,
+                "value_dim": config.value_dim}
+    old_shards = []
+    if old is not None:
+        theirs = read_manifest(old)
+        if all(theirs[name] == manifest[name] for name in ("encoder", "dtype")):
+            old_shards = theirs["shards"]
+    records = [part / f"shard-{first // PASSAGES_PER_SHARD:05d}.json"
+               for first in range(0, n_passages, PASSAGES_PER_SHARD)]
+    progress = tqdm(total=n_passages // size, desc="memory", unit=" passages", disable=rank > 0)
+    for shard in range(rank, len(records), size):
+        first = shard * PASSAGES_PER_SHARD
+        passages = np.arange(first, min(first + PASSAGES_PER_SHARD, n_passages))
+        holds = {"first": first, "passages": len(passages)}
+        try:
+            if read_json(records[shard]).items() >= holds.items():
+                progress.update(len(passages))
+                continue                    # a record is written last: its arrays are whole
+        except (OSError, ValueError):
+            pass
+        record = old_shards[shard] if shard < len(old_shards) else {}
+        if not (record.items() >= holds.items() and take_over(old, part, shard, record["crc32"])):
+            rows = encode_passages(encoder, corpus, passages, device, dtype, progress)
+            check_finite(rows, corpus)
+            record = holds | {"n": len(rows["keys"]), "crc32": {}}
+            for name, array in rows.items():
+                path = part / f"{name}-{shard:05d}.npy"
+                write_file(path, lambda file: np.save(file, array, allow_pickle=False))
+                record["crc32"][name] = checksum(path)
+        write_json(records[shard], record)
     progress.close()
     ann.barrier()
     if rank == 0:
-        records = [read_record(path) for path in record_of]
-        write_json(folder / "manifest.json",
-                   {**belongs, "n": sum(r["n"] for r in records), "key_dim": encoder.config.key_dim,
-                    "value_dim": encoder.config.value_dim, "dtype": np.dtype(dtype).name,
-                    "shards": [{"n": r["n"], "crc32": r["crc32"]} for r in records]})
+        shards = [read_json(path) for path in records]
+        n = sum(shard["n"] for shard in shards)
+        write_json(part / "manifest.json", manifest | {"n": n, "shards": shards})
+        commit_folder(part, folder)
     ann.barrier()
 
 
-def read_record(path):
-    """What build_memory noted of a shard, or the manifest."""
+def read_manifest(folder):
+    """manifest.json, a dictionary. Raises UserError where it or one of its arrays is missing."""
     try:
-        return read_json(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; build the memory first: python train.py --stage memory") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); delete it and run --stage memory again") from None
-
-
-def read_manifest(folder, fingerprint=None, corpus=None):
-    """The manifest, checked to belong to the Mention Encoder of that fingerprint (app. B.6: TOME has to start from the
-    same BATCH-TOME that wrote the memory, it cannot learn to use another one) and to the corpus of that one."""
-    path = Path(folder) / "manifest.json"
-    manifest = read_record(path)
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; remove the "
-                                "folder and run --stage memory again")
-    if fingerprint is not None and manifest["encoder"] != fingerprint:
-        raise UserError(f"{folder} was written by another mention encoder ({manifest['encoder'][:12]}, this "
-                           f"model starts from {fingerprint[:12]}): remove that folder and run --stage memory again")
-    if corpus is not None and manifest["corpus"] != corpus:
-        raise UserError(f"{folder} was made from another corpus: remove it and run --stage memory again")
+        manifest = read_json(Path(folder) / "manifest.json")
+        if manifest.get("format") != FORMAT:
+            raise ValueError(f"format {manifest.get('format')}, this version reads {FORMAT}")
+        for shard in range(len(manifest["shards"])):
+            for name in ARRAYS:
+                os.stat(Path(folder) / f"{name}-{shard:05d}.npy")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: no whole memory ({error}); remove that folder and run "
+                        "--stage memory again") from None
     return manifest
 
 
-def load_memory(folder, fingerprint=None, device="cpu", keep=None, corpus=None):
-    """This process's part of the table: shards rank, rank + size, …; every file's checksum is checked.
-
-    keep: a boolean array over passages; rows of the others are never copied off the disk."""
-    folder = Path(folder)
-    manifest = read_manifest(folder, fingerprint, corpus)
-    rank, size = ann.rank_and_size()
-    parts = {name: [] for name in ARRAYS}
-    for i in range(rank, len(manifest["shards"]), size):
-        shard, again = {}, f"delete manifest.json and shard-{i:05d}.json there, then run --stage memory again"
+def load_memory(folder, encoder=None, device="cpu"):
+    """This process's part of the table: shards rank, rank + size, … encoder: the fingerprint of the
+    Mention Encoder that wrote it (app. B.6: TOME cannot learn to use another one's). Raises
+    UserError, also where a file's checksum differs."""
+    manifest, (rank, size) = read_manifest(folder), ann.rank_and_size()
+    if encoder not in (None, manifest["encoder"]):
+        raise UserError(f"{folder} was written by another mention encoder; remove that folder and "
+                        "run --stage memory again")
+    parts = no_rows(manifest["key_dim"], manifest["value_dim"], manifest["dtype"])
+    for shard in range(rank, len(manifest["shards"]), size):
         for name in ARRAYS:
-            path = folder / f"{name}-{i:05d}.npy"
-            if not path.exists():
-                raise UserError(f"{path} is missing; {again}")
-            if checksum(path) != manifest["shards"][i]["crc32"][name]:
-                raise UserError(f"{path} is damaged (its checksum differs); {again}")
+            path = Path(folder) / f"{name}-{shard:05d}.npy"
             try:
-                shard[name] = np.load(path, mmap_mode="r", allow_pickle=False)      # never unpickle a stranger's objects
-            except ValueError as error:
-                raise UserError(f"{path} is no array of numbers ({error}); {again}") from None
-        rows = slice(None) if keep is None else keep[shard["passage"]]
-        for name in ARRAYS:
-            parts[name].append(np.asarray(shard[name][rows]))
-    empty = no_rows(manifest["key_dim"], manifest["value_dim"], manifest["dtype"])      # of a process that gets no shard
-    return MentionMemory.from_arrays({name: np.concatenate(part or [empty[name]]) for name, part in parts.items()}, device)
+                if checksum(path) != manifest["shards"][shard]["crc32"][name]:
+                    raise ValueError("its checksum differs")
+                # never unpickle a stranger's objects
+                parts[name].append(np.load(path, mmap_mode="r", allow_pickle=False))
+            except (OSError, ValueError) as error:
+                raise UserError(f"{path} is damaged ({error}); remove that folder and run "
+                                "--stage memory again") from None
+    rows = {name: np.concatenate(part) for name, part in parts.items()}
+    return MentionMemory.from_arrays(rows, device)

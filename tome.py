@@ -318,7 +318,7 @@ def fit_retrieval(model, batches, self_score=20.0):
     mean = Y.mean(0)
     variance, direction = torch.linalg.eigh((Y - mean).T @ (Y - mean) / len(Y))         # rising
     n = min(len(key.weight), len(variance))
-    deviation = (variance[-n:] + 1e-3 * variance[-1]).sqrt()
+    deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
     W_key = torch.zeros_like(key.weight, dtype=torch.double)                    # (d_K, 2 hidden)
     W_key[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
     key.weight.copy_(W_key)

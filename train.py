@@ -1,38 +1,42 @@
-"""The four stages of training (paper §2.3, §2.4, app. A, app. B.1), one loop for all of them:
+"""The stages of training (paper §2.3, §2.4, app. A, B.1), and the one loop that runs them.
 
-    batch-tome   Mention Encoder and BATCH-TOME together, over the memory of the batch      MLM + coreference
-    memory       the Mention Encoder reads the whole corpus                                 -> runs/…/memory
-    tome         TOME, started from BATCH-TOME, over that frozen memory                     MLM + entity prediction
-    finetune     TOME on claims or on questions whose answer is an entity
+    stage        what learns                      from                   losses
+    batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
+    memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
+    tome         TOME over that frozen memory     passages at random     MLM + entity prediction
+    finetune     TOME over that frozen memory     claims or questions    labels, or eq. 10 at [MASK]
 
-    python train.py --stage tome                                    everything, on the toy world
+    python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
-    torchrun --nproc_per_node 2 train.py --stage tome               the same work, shared by two processes
+    torchrun --nproc_per_node 2 train.py --stage tome           the same work, in two processes
 
-A stage runs the ones before it that have left no result yet, and goes on where it stopped. Every batch, mask and
-dropout of a step follows from (seed, stage, step) alone: a run that was cut off and taken up again is the same run.
+A stage runs the unfinished ones before it first, and goes on where it stopped. Every batch, mask
+and dropout of a step follows from (seed, stage, step) alone: a run that was cut off and taken up
+again ends with the same bits. H (B, T, hidden) is what the last block says, z a mention's encoding
+of eq. 10 or of app. A.2, `memory` a MentionMemory or a baseline's EntityTable.
 """
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import zipfile
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:         # Windows
-    fcntl = None
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import ann
@@ -40,99 +44,712 @@ import data
 from data import UserError, checksum, read_json, write_file, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
-from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits, coreference_loss, entity_prediction_loss, fit_retrieval, start_positions, mlm_loss,
-                  predict_entity, share_of_mean, split_into_blocks, whole_memory_loss)
-
-STAGES = ("batch-tome", "memory", "tome", "finetune")
-FORMAT = 3
-
+from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
+                  coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, predict_entity,
+                  share_of_mean, split_into_blocks, start_positions)
 
 @dataclass
 class Schedule:
     steps: int
     lr: float
-    warmup: int                     # steps of linear warm-up; then linear decay to zero
-    batch: int                      # passages (or examples) a step, over all processes
-
+    warmup: int             # steps of linear warm-up; linear decay to zero follows
+    batch: int              # passages or examples a step, of all processes together
 
 @dataclass
 class Settings:
-    """Everything about a run that is not a dimension of the model. The defaults are the paper's (app. A, B.1), as far as it
-    has them."""
-    passage_length: int = 128       # T, excluding entity markers
-    max_length: int = 512           # … and with them
-    vocab: int = 30522              # WordPiece, where it is trained on the corpus
-    cluster: int = 256              # related passages that are batched together (app. A.1)
-    mentions: int = 24              # a passage on average; 32 when fine-tuning
-    mention_rate: float = 0.2       # masked mentions
-    token_rate: float = 0.1         # masked other tokens
-    coref_weight: float = 0.15      # of the coreference loss in batch-tome; the rest is MLM's
-    entity_weight: float = 0.15     # of entity prediction in tome, likewise
-    coref_entities: int = 1_000_000     # coreference only over the most frequent ones
-    memory_fraction: float = 38 / 150   # of the memory, while pre-training TOME (§4.1)
+    """A run, but for its model's dimensions (encoder.Config). The paper's numbers (app. A, B.1)."""
+    passage_length: int = 128       # T, without entity markers
+    max_length: int = 512           # T, with them
+    vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
+    cluster: int = 256              # related passages that stand in one batch (app. A.1)
+    mentions: int = 24              # a passage on average; of more, a sample is used
+    mention_rate: float = 0.2       # share of mentions that are masked
+    token_rate: float = 0.1         # share of other tokens that are masked
+    coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
+    entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
+    coref_entities: int = 1_000_000     # coreference only over the most frequent entities
+    memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
     memory_dtype: str = "float16"
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn them alone costs
-                                    # Adam a thousand steps on real text; on the toy world it gains nothing
-    span_rate: float = 1.0          # the rate of the layers that retrieve, as a multiple (see PRESETS["toy"]) …
-    tied: float = 0.0               # … for this share of batch-tome's steps with the memory, its first ones
-    bert_rate: float = 1.0          # learning rate from a pretrained BERT (--init), as a multiple of the schedule's
-    memory_from: float = 0.0        # share of batch-tome's steps in which that BERT, by MLM and coreference alone, first
-                                    # learns what its new markers stand around; then retrieval is fitted to it
-    whole_softmax: bool = False     # fine-tuning on questions: eq. 10 over the whole memory, not its k_answer best. An
-                                    # answer far from them, as that of two hops is at first, gets no gradient otherwise
-    cloze_weight: float = 0.3       # of each of the two losses of clozes beside claims (--cloze), which have 1. With 1 too,
-                                    # clozes, whose losses begin at 10, can drown what the claims have learnt before
-    claim_mask: bool = False        # claims end in a [MASK] mention as questions do, and may retrieve there
+    # From here on not the paper's: with these, small models learn in minutes.
+    frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn
+                                    # these alone takes Adam a thousand steps on real text
+    memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
+                                    # layers learn the markers; then fit_retrieval runs
+    tied: float = 0.0               # share of the steps after these in which the layers that
+    span_rate: float = 1.0          # retrieve have this multiple of the learning rate
+    bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
+    whole_softmax: bool = False     # questions: eq. 10 over the whole memory, not its k_answer
+                                    # best: an answer far from these would get no gradient
+    claim_mask: bool = False        # claims end in a [MASK] mention as questions do
+    cloze_weight: float = 0.3       # of each of the two losses of --cloze; that of labels is 1
     log_every: int = 1000
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
     schedule: dict = field(default_factory=lambda: {
-        "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096), "tome": Schedule(500_000, 1e-4, 25_000, 4096),
+        "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
+        "tome": Schedule(500_000, 1e-4, 25_000, 4096),
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
-
-# What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred real articles.
+# What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
+SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
+             k_answer_shard=64, n_initial=3, cluster=64, memory_fraction=1.0,
+             memory_dtype="float32", beta2=0.98, span_rate=0.1)
 PRESETS = {
     "base": {},
-    "mini": dict(hidden=128, n_heads=8, intermediate=512, n_initial=3, n_block=1, max_positions=256, key_dim=64,
-                 value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
-                 passage_length=96, max_length=256, vocab=8000, cluster=64, memory_fraction=1.0,
-                 memory_dtype="float32", beta2=0.98, span_rate=0.1, tied=1.0, bert_rate=0.1, memory_from=0.75,
-                 log_every=100, save_every=100, eval_mentions=300,
-                 schedule={"batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
-                           "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
-    "toy": dict(hidden=96, n_heads=6, intermediate=192, n_initial=3, n_block=4, n_block_batch=1, max_positions=128,
-                key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64, k_answer_shard=64,
-                passage_length=64, max_length=128, vocab=2000, cluster=64, mention_rate=0.25, memory_fraction=1.0,
-                memory_dtype="float32", beta2=0.98, init_std=0.05, memory_from=0.3, span_rate=0.1, tied=0.5, frequency_bias=False, whole_softmax=True,
-                claim_mask=True, log_every=200, save_every=200, eval_mentions=200,
-                schedule={"batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
-                          "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
+    "mini": SMALL | dict(
+        hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, passage_length=96,
+        max_length=256, vocab=8000, memory_from=0.75, tied=1.0, bert_rate=0.1, log_every=100,
+        save_every=100, eval_mentions=300, schedule={
+            "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
+            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
+    "toy": SMALL | dict(
+        hidden=96, n_heads=6, intermediate=192, n_block=4, n_block_batch=1, max_positions=128,
+        passage_length=64, max_length=128, vocab=2000, mention_rate=0.25, init_std=0.05,
+        memory_from=0.3, tied=0.5, frequency_bias=False, whole_softmax=True, claim_mask=True,
+        log_every=200, save_every=200, eval_mentions=200, schedule={
+            "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
+            "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
+# The least and the most of each number: (1, 65536) if it is whole, else (0, 1), but for these.
+LIMITS = dict(
+    n_block_batch=(0, 65536), n_entities=(0, 10 ** 9), vocab_size=(1, 10 ** 7), n_blocks=(1, 2),
+    hidden=(2, 16384), max_positions=(16, 65536), passage_length=(8, 65536), vocab=(200, 10 ** 7),
+    max_length=(16, 65536), coref_entities=(1, 10 ** 9), log_every=(1, 10 ** 9),
+    save_every=(1, 10 ** 9), steps=(1, 10 ** 9), warmup=(0, 10 ** 9), lr=(1e-12, 10),
+    dropout=(0, 0.9), init_std=(1e-6, 1), beta2=(0, 0.999999), clip=(1e-6, 10 ** 6),
+    span_rate=(0, 100), bert_rate=(0, 100), cloze_weight=(0, 100))
+CHOICES = dict(memory_dtype=("float16", "float32"), gelu=("none", "tanh"),
+               memory=("mentions", "entities", "none"))
 
+def check_values(values, flag):
+    """Raises UserError for a setting out of its range."""
+    for name, value in values.items():
+        least, most = LIMITS.get(name, (1, 65536) if isinstance(value, int) else (0, 1))
+        if isinstance(value, str) and value not in CHOICES[name]:
+            raise UserError(f"{flag}{name}={value}: it is one of {', '.join(CHOICES[name])}")
+        if type(value) in (int, float) and not least <= value <= most:          # NaN is neither
+            raise UserError(f"{flag}{name}={value}: it is from {least:g} to {most:g}")
 
-def preset(name, n_blocks=1, changes=None):
-    """(Settings, Config) of that name, with --set's changes."""
-    values = PRESETS[name] | (changes or {})
-    settings = replace(Settings(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Settings)}})
-    config = replace(Config(), **{k: v for k, v in values.items() if k in {f.name for f in fields(Config)}})
-    for wrong, what in ((config.hidden % config.n_heads, "hidden is no multiple of n_heads"),
-                        (not 0 <= config.dropout < 1, "dropout is a share, less than 1"),
-                        (config.gelu not in ("none", "tanh"), "gelu is none or tanh"),
-                        (settings.memory_dtype not in ("float16", "float32"), "memory_dtype is float16 or float32"),
-                        (min(settings.log_every, settings.save_every, config.n_initial, config.n_block) < 1,
-                         "log_every, save_every, n_initial and n_block are at least 1")):
+def preset(name, n_blocks=1, changes=None, bert=None):
+    """(Settings, Config) with the changes of --set. bert: all of the Config, from a pretrained one.
+    Raises UserError where these cannot be trained."""
+    values = PRESETS[name] | (changes or {}) | {"n_blocks": n_blocks} | (bert or {})
+    settings, config = (replace(defaults, **{name: values[name] for name in vars(defaults)
+                                             if name in values})
+                        for defaults in (Settings(), Config()))
+    check_values(vars(config) | vars(settings), "--set ")
+    for wrong, rule in ((config.hidden % config.n_heads, "hidden is a multiple of n_heads"),
+                        (config.hidden % 2, "hidden is even"),
+                        (config.n_block_batch > config.n_block, "n_block_batch is part of n_block"),
+                        (settings.max_length > config.max_positions,
+                         "max_length is at most max_positions")):
         if wrong:
-            raise UserError(f"--set: {what}")
-    return settings, replace(config, n_blocks=n_blocks)
+            raise UserError(f"--set: {rule}")
+    try:
+        with torch.device("meta"):          # shapes without numbers
+            BatchTOME(TOME(config))
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"--set: no model has these dimensions ({error})") from None
+    return settings, config
 
+# ---- The stages ----------------------------------------------------------------------------------
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A run: a folder with the corpus, the tokenizer, checkpoints, the memory and the log
+class Stage(NamedTuple):
+    """What train_stage asks of a stage."""
+    model: torch.nn.Module
+    next_batch: Callable            # step -> Batch of all processes
+    losses: Callable                # Batch of this process -> {name: (weight, share of the loss)}
+    evaluate: Callable              # () -> figures for the log; of "score" the best weights stay
+    encoder: str = None             # fingerprint of the Mention Encoder
+    span_rate: Callable = lambda step: 1.0      # multiple of the rate for layers that retrieve
 
+def endless(order):
+    """at(step, n): the n items of a step in an endless sequence, order(epoch) (items,) after
+    order(epoch). They follow from the step, so nothing of it needs to be saved."""
+    order = lru_cache(maxsize=2)(order)
+    length = len(order(0))
+
+    def at(step, n):
+        first, last = step * n // length, (step * n + n - 1) // length
+        items = np.concatenate([order(epoch) for epoch in range(first, last + 1)])
+        return items[step * n - first * length:][:n]
+    return at
+
+def shuffled(run, number, items):
+    """Epochs of these items in random order; `number` makes it this stage's own."""
+    return endless(lambda epoch: np.random.default_rng([run.seed, number, epoch])
+                   .permutation(items))
+
+def masked_batch(run, passages, number, step):
+    settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
+    return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
+                           settings.mentions)
+
+def batch_tome_stage(run, recipe, start=None, examples=None):
+    """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
+    settings, corpus, steps = run.settings, run.corpus, recipe["steps"]
+    passages = np.flatnonzero(~corpus.held_out)
+    if not len(passages):
+        raise UserError(f"{corpus.folder}: all passages are held out, none is left to train on; "
+                        'add articles, or a field "split": "train"')
+
+    def clusters(epoch):
+        found = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
+        if len(found) > 1:
+            found = [c for c in found if len(c) == settings.cluster]    # the last may be smaller
+        order = np.random.default_rng([run.seed, epoch]).permutation(len(found))
+        return np.concatenate([found[i] for i in order])
+
+    items = endless(clusters)
+    mentions = sample_eval_mentions(run, settings.eval_mentions)
+    support = supporting_passages(corpus, mentions)
+    # Coreference only over the most frequent entities: the others are not linked for this loss.
+    count = np.asarray(corpus.entity_count)
+    least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
+    frequent = torch.from_numpy(count >= least).to(run.device)
+    # Once there is a checkpoint, the BERT of --init need not be there any more.
+    begun = (run.out / "batch-tome.pt").exists()
+    model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
+    first, uses_memory = int(steps * settings.memory_from), True
+
+    def next_batch(step):
+        nonlocal uses_memory
+        uses_memory = step >= first
+        if first and step == first:
+            say("Fitting keys and queries to the layers; from here on the memory is on.")
+            sample = np.random.default_rng(run.seed).permutation(passages)[:768]
+            parts = np.array_split(sample, -(-len(sample) // 32))
+            fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None)
+                                         .to(run.device) for part in parts])
+            model.train()
+        return masked_batch(run, items(step, recipe["batch"]), 1, step)
+
+    def losses(batch):
+        H, _ = model(batch, uses_memory)
+        z = model.coref(H, batch.row, batch.start, batch.end)
+        entity = torch.where(frequent[batch.entity], batch.entity, 0)
+        mlm = mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
+        return {"mlm": (1 - settings.coref_weight, mlm),
+                "coref": (settings.coref_weight, coreference_loss(z, entity, batch.passage))}
+
+    def span_rate(step):
+        """Slow span layers stay alike, so that coreference has to move the layers below them."""
+        tied = 0 <= step - first < (steps - first) * settings.tied
+        return settings.span_rate if tied else 1.0
+
+    def evaluate():
+        rank, size = ann.rank_and_size()
+        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
+        return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device),
+                               mentions)
+
+    return Stage(model, next_batch, losses, evaluate, None, span_rate)
+
+def make_memory(run, file=None):
+    """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file that is added to it,
+    without training. run.json says which corpus is the run's: to write it is the commit."""
+    encoder = load_model(run, "batch-tome")[0].encoder
+    now = with_appended(run, file) if file else run
+    folder, before = (folder_of(run.out, memory_recipe(r)) for r in (now, run))
+    if folder.exists() and read_manifest(folder)["encoder"] != encoder.fingerprint:
+        raise UserError(f"{folder} was written by another mention encoder; remove it")
+    if not folder.exists():
+        build_memory(encoder, now.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
+                     memory_recipe(now), before if before.exists() else None)
+    if ann.rank_and_size()[0] == 0:
+        if now is not run:
+            write_json(run.out / "run.json", now.saved)
+        sweep(run.out, "corpus", now.corpus.folder)
+        sweep(run.out, "memory", folder)
+    ann.barrier()
+    say(f"memory: {read_manifest(folder)['n']:,} linked mentions in {folder}.")
+
+def tome_stage(run, recipe, start=None, examples=None):
+    """TOME over the frozen memory, on passages at random (§2.4)."""
+    weight, encoder = run.settings.entity_weight, None
+    if run.is_baseline:
+        batch_tome = new_batch_tome(run)
+    else:
+        batch_tome, _ = load_model(run, "batch-tome")
+        encoder = batch_tome.encoder.fingerprint
+    model = TOME(run.config).to(run.device)
+    model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
+    memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
+    if not run.is_baseline:
+        training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
+    start_from(run, model, start)
+    items = shuffled(run, 2, np.flatnonzero(~run.corpus.held_out))
+    mentions = sample_eval_mentions(run, run.settings.eval_mentions)
+
+    def losses(batch):
+        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        z = model.answer(H, batch.row, batch.start, batch.end)
+        found = training_memory.retrieve(z, batch.passage, run.config.k_answer,
+                                         run.config.k_answer_shard)
+        mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
+        entity = entity_prediction_loss(found.scores, found.entity, batch.entity)
+        result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
+        # Entities as Experts has this loss at its memory layer. So does TOME-2 at its second one:
+        # where one retrieval is enough for MLM, the second layer forgets its own.
+        taught = layers if run.config.memory == "entities" else layers[1:]
+        if taught and run.config.memory != "none":
+            linking = sum(entity_prediction_loss(layer.scores, layer.entity, batch.entity)
+                          for layer in taught)
+            result["linking"] = (weight, linking)
+        return result
+
+    return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 3, step),
+                 losses, lambda: evaluate_memory(run, model, memory, mentions), encoder)
+
+def finetune_stage(run, recipe, start=None, examples=None):
+    """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
+
+    --cloze: each batch adds equally many true claims with one mention masked, which the answer head
+    and the last memory layer retrieve. Training on labels, alone or with questions, did not teach
+    TOME to retrieve both facts of a claim."""
+    task, settings = recipe["kind"], run.settings
+    model, encoder = load_model(run)
+    memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
+    start_from(run, model, start)
+    path = Path(examples or toy_examples(run, task, split="train"))
+    examples, dev = read_task_examples(run, task, path)
+    clozes, rng = [], np.random.default_rng([run.seed, 6])
+    if task == "claims":        # unlearning labels that no example has brought toy claims to chance
+        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
+        model.claim.bias.data[list(absent)] = -1e4
+    if recipe["cloze"]:
+        clozes = [question for e in examples for question in cloze(run, e, rng)]
+        if not clozes:
+            raise UserError(f"{path}: no claim that is true has a mention of an entity of the "
+                            "corpus; give mentions with their entities, or leave out --cloze")
+    items = shuffled(run, 4, len(examples))
+    cloze_items = shuffled(run, 5, len(clozes)) if clozes else None
+
+    def next_batch(step):
+        chosen = [examples[i] for i in items(step, recipe["batch"])]
+        if not clozes:
+            return examples_batch(run, task, chosen)
+        beside = [clozes[i] for i in cloze_items(step, recipe["batch"])]
+        return disguise(examples_batch(run, task, chosen + sorted(beside, key=wording)))
+
+    def losses(batch):
+        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        result, weight = {}, settings.cloze_weight if clozes else 1.0
+        if task == "claims":
+            known = batch.label >= 0
+            result["claims"] = (1.0, share_of_mean(F.cross_entropy(
+                claim_logits(model, H, batch)[known].float(), batch.label[known],
+                reduction="none")))
+        if task == "qa" or clozes:
+            asked = batch.answer_mention[batch.answer > 0]
+            z = answer_query(model, H, batch, asked)
+            result["qa"] = (weight, answer_loss(model, training_memory, z, batch,
+                                                settings.whole_softmax))
+        if clozes and layers[-1] is not None:
+            query = layers[-1].query[asked]
+            result["asked"] = (weight, answer_loss(model, training_memory, query, batch,
+                                                   settings.whole_softmax))
+        return result
+
+    def evaluate():
+        return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
+
+    return Stage(model, next_batch, losses, evaluate, encoder)
+
+STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune_stage,
+          "qa": finetune_stage}
+
+# ---- The loop ------------------------------------------------------------------------------------
+
+def optimizer_for(model, settings):
+    """AdamW; no weight decay on layer norms and biases (app. A). The layers that retrieve stand in
+    groups of their own."""
+    groups = {(decays, retrieves): [] for decays in (True, False) for retrieves in (False, True)}
+    for name, p in model.named_parameters():
+        retrieves = any(part in name for part in ("query", "key", "coref"))
+        groups[p.dim() > 1, retrieves].append(p)
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": settings.weight_decay if decays else 0.0,
+          "retrieves": retrieves} for (decays, retrieves), params in groups.items()],
+        betas=(0.9, settings.beta2), fused=True)
+
+def learning_rate(recipe, step):
+    """Linear warm-up, then linear decay to zero. recipe["lr"]: [first step, peak] of each --lr."""
+    peak = [lr for first, lr in recipe["lr"] if first <= step][-1]
+    steps, warmup = recipe["steps"], recipe["warmup"]
+    return peak * min((step + 1) / max(warmup, 1), (steps - step) / max(steps - warmup, 1))
+
+def train_step(run, stage, recipe, optimizer, step):
+    """One step. Returns {loss: its mean over the batch of all processes} and the tokens read."""
+    rank, size = ann.rank_and_size()
+    lr = learning_rate(recipe, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * (stage.span_rate(step) if group["retrieves"] else 1.0)
+    torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
+    batch_of_all = stage.next_batch(step)
+    batch = batch_of_all.part(rank, size).to(run.device)
+    with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
+        losses = stage.losses(batch)
+        loss = sum(weight * share for weight, share in losses.values())
+    optimizer.zero_grad()
+    loss.backward()
+    ann.sum_gradients(stage.model.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(stage.model.parameters(), run.settings.clip)
+    values = {name: float(ann.sum_over_processes(share.detach(), run.device))
+              for name, (_, share) in losses.items()}
+    if not np.isfinite([*values.values(), norm.item()]).all():
+        passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
+        raise diverged(run, recipe, step, f"the loss is not a number at step {step} ({values}; "
+                       f"passages {str(passages)[1:-1]})")
+    optimizer.step()
+    return values, int(ann.sum_over_processes(batch.attention_mask.sum(), run.device))
+
+def diverged(run, recipe, step, what):
+    kind, lr = recipe["kind"], learning_rate(recipe, step)
+    return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, and with "
+                     f"--stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on from there")
+
+def train_stage(run, stage, recipe, checkpoint=None):
+    """Trains stage.model and leaves OUT/<kind>.pt. Each turn of the loop is a step, or the
+    evaluation that is due. A step is saved before it is evaluated: an evaluation that was cut off
+    is done again, and nothing else is."""
+    kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
+    rank, size = ann.rank_and_size()
+    path, model = run.out / f"{kind}.pt", stage.model.to(run.device).train()
+    optimizer = optimizer_for(model, settings)
+    # sums: of the losses since the last evaluation. best: the weights with the best dev score.
+    state = {"step": 0, "evaluated": 0, "sums": {}, "best": None, "best_score": -1.0}
+    if checkpoint:
+        state = {name: checkpoint[name] for name in state}
+        load_state(path, model, checkpoint["model"])
+        load_state(path, optimizer, checkpoint["optimizer"])
+        say(f"{kind}: going on at step {state['step']}.")
+        if checkpoint["processes"] != size:
+            say(f"  ({size} processes instead of {checkpoint['processes']}: equal up to rounding)")
+    if rank == 0:
+        trim_log(run.out / "log.jsonl", kind, state["evaluated"])
+    signals, n_tokens, since = [], 0, time.time()
+    with (tqdm(total=steps, initial=state["step"], desc=kind, disable=rank > 0) as progress,
+          signals_to(lambda number, _: signals.append(number))):
+        while state["evaluated"] < steps:
+            step, since_evaluation = state["step"], state["step"] - state["evaluated"]
+            if since_evaluation and (step % settings.log_every == 0 or step == steps):
+                seconds, measured = time.time() - since, stage.evaluate()
+                model.train()
+                n = state["sums"].pop("steps")
+                record = {name: round(value / n, 4) for name, value in state["sums"].items()}
+                progress.clear()
+                say(f"{kind} {step:5d}  {in_words(record | measured)}")
+                log(run.out, {"stage": kind, "step": step, "processes": size,
+                              "lr": learning_rate(recipe, step - 1), **record,
+                              "tokens_per_second": round(n_tokens / seconds), **measured})
+                if measured.get("score", -1.0) > state["best_score"]:
+                    best = {name: t.cpu().clone() for name, t in model.state_dict().items()}
+                    state |= {"best_score": measured["score"], "best": best}
+                state |= {"evaluated": step, "sums": {}}
+                n_tokens, since, save = 0, time.time(), step == steps
+            else:
+                values, n = train_step(run, stage, recipe, optimizer, step)
+                n_tokens, step, sums = n_tokens + n, step + 1, state["sums"]
+                for name, value in {**values, "steps": 1}.items():
+                    sums[name] = sums.get(name, 0) + value
+                state["step"] = step
+                progress.update()
+                save = 0 in (step % settings.log_every, step % settings.save_every, steps - step)
+            stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
+            if save or stop:
+                if not all(t.isfinite().all() for t in model.state_dict().values()):
+                    raise diverged(run, recipe, step - 1,
+                                   f"a weight is not a number at step {step}")
+                if rank == 0:
+                    save_checkpoint(path, recipe=recipe, encoder=stage.encoder, processes=size,
+                                    model=model.state_dict(), optimizer=optimizer.state_dict(),
+                                    **state)
+            if stop:
+                raise Stop(f"Stopped at step {step} of {kind} and saved; the same command goes on "
+                           "from there.")
+    ann.barrier()           # nobody reads the checkpoint before it is written
+
+def in_words(figures):
+    """Losses, and the score or the shares of masked mentions that are right."""
+    return "  ".join(f"{name} {value['accuracy'] if isinstance(value, dict) else value:.3f}"
+                     for name, value in figures.items())
+
+# ---- Weights that a stage starts from ------------------------------------------------------------
+
+def new_batch_tome(run, seed=None):
+    """BATCH-TOME with fresh weights of a seed, or with those of the BERT in the folder run.init."""
+    torch.manual_seed(run.seed if seed is None else seed)
+    model, mlm = BatchTOME(TOME(run.batch_tome_config)), None
+    tome = model.tome
+    if run.init:
+        _, embeddings, layers, mlm = load_bert(run.init, run.config)
+        tome.embeddings.load_state_dict(embeddings)
+        # The markers took unused entries. BERT knows a sign that stands around a name: the quote.
+        quote, special = run.tokenizer.token_to_id('"'), run.corpus.special
+        if quote is not None:
+            word = tome.embeddings.word.weight.data
+            word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
+        blocks = [tome.initial, *(block.transformer for block in tome.blocks)]
+        targets = [layer for block in blocks for layer in block.layers]
+        for layer, state in zip(targets, layers, strict=True):
+            layer.load_state_dict(state)
+        if mlm is None:
+            say(f"{run.init} has no MLM head: made a fresh one.")
+        else:
+            tome.mlm.load_state_dict(mlm)
+    else:
+        start_positions(model)
+    if run.settings.frequency_bias and mlm is None:
+        tokens = run.corpus.tokens[:10 ** 7]
+        words = tokens[run.corpus.maskable[tokens]]
+        counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+        tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
+    return model
+
+def start_from(run, tome, start):
+    """--start (app. B.6): the weights of another checkpoint, or "scratch": fresh ones, of another
+    seed than BATCH-TOME's, or the model would match the encoder that wrote the memory. What the
+    checkpoint lacks, as memory layers, is fresh."""
+    if start is None:
+        return
+    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
+    if start != "scratch":
+        checkpoint = read_checkpoint(Path(start))
+        saved = checkpoint["best"] or checkpoint["model"]
+        if any(saved[name].shape != tensor.shape if name in saved else name.startswith("initial.")
+               for name, tensor in state.items()):
+            raise UserError(f"--start {start}: no TOME of these dimensions; give a tome.pt, "
+                            "claims.pt or qa.pt of such a run")
+        state |= {name: tensor for name, tensor in saved.items() if name in state}
+    tome.load_state_dict(state)
+
+def open_memory(run, tome, encoder, n_search=None):
+    """The memory of the whole corpus, and the part that training sees: passages that are not held
+    out. A baseline has its table of entities for both."""
+    if tome.entities is not None:
+        return tome.entities, tome.entities
+    folder = folder_of(run.out, memory_recipe(run))
+    if not folder.exists():
+        raise UserError(f"{folder} is missing; run python train.py --stage memory --out {run.out}")
+    memory = load_memory(folder, encoder, run.device).bucketed(n_search)
+    train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
+    return memory, memory if bool(train.all()) else memory.select(train)
+
+# ---- What is measured while training: does the memory fill in what only a memory can know? -------
+
+@torch.no_grad()
+def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
+    """Accuracy on held-out mentions (corpus numbers, data.eval_mentions), each masked alone.
+
+    Returns, for "seen" and "unseen" entities (seen: linked in a training passage), {"accuracy":
+    share of masked tokens filled in rightly, "entity": share of mentions that eq. 10 names,
+    "mass_masked", "mass_visible": attention of the last memory layer on memories of the mention's
+    own entity, "n": mentions}."""
+    tome.eval()
+    rank, size = ann.rank_and_size()
+    seen_entity = torch.from_numpy(np.asarray(corpus.entity_count) > 0).to(device)
+    supported = torch.ones_like(seen_entity)            # the entity stands in another passage too
+    if isinstance(memory, MentionMemory):
+        supported = memory.passages_of(len(corpus.entity_names)) > 1
+    sums = {"seen": {}, "unseen": {}}
+    for first in range(0, len(mentions), batch_size):
+        chosen = mentions[first:first + batch_size]
+        if len(chosen) < size:              # every process needs a row: the last few are left out
+            break
+        batch = data.eval_batch(corpus, chosen).part(rank, size).to(device)
+        H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
+        right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target           # (L,)
+        mass = torch.zeros(len(batch.entity), device=device)                                # (M,)
+        if found[-1] is not None:
+            mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(-1)
+        answer = memory.retrieve(tome.answer(H, batch.row, batch.start, batch.end), batch.passage,
+                                 tome.config.k_answer, tome.config.k_answer_shard)
+        named = predict_entity(answer.scores, answer.entity).entity == batch.entity         # (M,)
+        for kind, is_seen in (("seen", True), ("unseen", False)):
+            of_kind = (batch.entity > 0) & (seen_entity[batch.entity] == is_seen)           # (M,)
+            masked, token = of_kind & batch.masked, of_kind[batch.target_mention]           # (L,)
+            visible = of_kind & ~batch.masked & supported[batch.entity]
+            for name, values in dict(
+                    tokens=token, right=right & token, n=masked, named=named & masked,
+                    mass_masked=mass[masked], visible=visible, mass_visible=mass[visible]).items():
+                sums[kind][name] = sums[kind].get(name, 0.0) + values.sum().item()
+    for kind, s in sums.items():
+        s = {name: float(ann.sum_over_processes(value, device)) for name, value in s.items()}
+        sums[kind] = {name: s.get(part, 0.0) / max(s.get(whole, 0.0), 1) for name, part, whole in (
+            ("accuracy", "right", "tokens"), ("entity", "named", "n"),
+            ("mass_masked", "mass_masked", "n"), ("mass_visible", "mass_visible", "visible"))}
+        sums[kind]["n"] = int(s.get("n", 0))
+    return sums
+
+def evaluate_memory(run, tome, memory, mentions):
+    """masked_mentions, and its accuracy with the memory emptied and with its values shuffled."""
+    measured = masked_mentions(tome, run.corpus, memory, mentions, run.device)
+    if isinstance(memory, MentionMemory):
+        for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
+            values = masked_mentions(tome, run.corpus, changed, mentions, run.device)
+            for kind in measured:
+                measured[kind][control] = values[kind]["accuracy"]
+    return measured
+
+def sample_eval_mentions(run, n):
+    """n mentions of seen entities and n of unseen ones (data.eval_mentions), always the same."""
+    mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
+    seen = run.corpus.entity_count[run.corpus.mention_entity[mentions]] > 0
+    return np.concatenate([mentions[seen][:n], mentions[~seen][:n]])
+
+def supporting_passages(corpus, mentions, each=4, others=512):
+    """A small memory for these mentions while the Mention Encoder still changes: the passages of
+    their articles, `each` more that name the entity, and `others` at random."""
+    rng, entity = np.random.default_rng(0), corpus.mention_entity
+    own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
+    same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
+    same = same[np.argsort(entity[same], kind="stable")]
+    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])
+    return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
+                                     rng.integers(0, len(corpus.article), others)]))
+
+@torch.no_grad()
+def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, batch_size=64):
+    """{"accuracy", "n"}, and of questions "recall@20"; every process reads the whole batch.
+
+    without: the field of an example ("subject", "bridge") whose article is taken out of the memory.
+    attend: False switches the memory layers off; answers are still retrieved."""
+    tome.eval()
+    corpus, right, recalled = run.corpus, [], []
+    if without:
+        memory = memory.by_article(corpus.article)
+    for first in range(0, len(examples), batch_size):
+        chosen = examples[first:first + batch_size]
+        batch = examples_batch(run, task, chosen).to(run.device)
+        if without:
+            article = [corpus.article_index.get(e.info.get(without), -1) for e in chosen]
+            batch.passage = torch.tensor(article, device=run.device)[batch.row]
+        H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
+        if task == "claims":
+            right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
+            continue
+        found = answer_question(tome, H, batch, memory)
+        predicted = predict_entity(found.scores, found.entity).entity.tolist()
+        top = found.scores.topk(min(20, found.scores.shape[1])).indices     # a table is not sorted
+        for example, entity, best in zip(chosen, predicted, found.entity.gather(1, top).tolist()):
+            answers = {corpus.entity_index[a] for a in example.answers if a in corpus.entity_index}
+            right.append(entity in answers)
+            recalled.append(not answers.isdisjoint(best))
+    result = {"accuracy": float(np.mean(right)) if right else 0.0, "n": len(right)}
+    return result | ({"recall@20": float(np.mean(recalled))} if recalled else {})
+
+# ---- Examples ------------------------------------------------------------------------------------
+
+def examples_batch(run, task, examples):
+    """A batch of examples as this run reads them; task None: only their texts."""
+    return data.example_batch(
+        examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
+        claim_mask=task == "claims" and run.settings.claim_mask)
+
+def toy_examples(run, task, hops="one_hop", split="test"):
+    """A file of the toy world's examples."""
+    path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
+    return path
+
+def dev_files(path):
+    """[the file of that name with "dev" for "train"], or []."""
+    dev = path.with_name(path.name.replace("train", "dev"))
+    return [dev] if dev != path and dev.is_file() else []
+
+def read_examples(run, task, path, known=True):
+    """The examples of a file, each with its mentions. known: only those with a label or answer."""
+    examples = data.read_examples(path, task)
+    if known:
+        examples = [e for e in examples if task == "qa" or e.label is not None]
+        if not any(e.label is not None or e.answers for e in examples):
+            what = "claim has a label" if task == "claims" else "question has an answer"
+            raise UserError(f"{path}: no {what}: there is nothing to learn or to compare with; "
+                            "python eval.py --show shows what is retrieved")
+    missing = sum(e.mentions is None for e in examples)
+    if missing:
+        how, find = data.mention_finder(run.corpus.entity_names)
+        say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
+        examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
+                    for e in tqdm(examples, "mentions", leave=False, disable=None)]
+    nothing = sum(not e.mentions for e in examples)
+    if nothing:
+        say(f"{path}: {nothing:,} of {len(examples):,} examples have no mention, so nothing is "
+            "retrieved for them.", sys.stderr)
+    return examples
+
+def read_task_examples(run, task, path):
+    """(training, dev) examples. Questions whose answer is no entity teach nothing and are left out
+    of training; in evaluation they count as wrong (§4.4)."""
+    examples = read_examples(run, task, path)
+    dev = [e for file in dev_files(path) for e in read_examples(run, task, file)]
+    if not dev:
+        order = np.random.default_rng(0).permutation(len(examples))
+        n_dev = max(1, len(examples) // 10)
+        dev = [examples[i] for i in order[:n_dev]]
+        examples = [examples[i] for i in order[n_dev:]]
+    if task == "qa":
+        n, entities = len(examples), run.corpus.entity_index
+        examples = [e for e in examples if any(answer in entities for answer in e.answers)]
+        say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of "
+            "the corpus; the others are left out.")
+    if not examples:
+        raise UserError(f"{path}: no example to train on is left; give more than one, and name "
+                        "answers as the corpus names its entities")
+    return examples, dev
+
+def cloze(run, example, rng):
+    """[a true claim as the question which entity one of its mentions names], or []."""
+    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
+    if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
+        return []
+    # The toy world says which mention the others determine: the object.
+    known = [entity for entity in known if entity == example.info.get("object")] or known
+    return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
+
+def wording(example):
+    """The text without its mentions, as "… was born in the city of …."."""
+    parts, at = [], 0
+    for mention in sorted(example.mentions, key=lambda m: m[:2]):       # entities may be None
+        parts.append(example.text[at:mention.start])
+        at = max(at, mention.end)
+    return "…".join([*parts, example.text[at:]])
+
+def disguise(batch):
+    """Every second cloze shows the name that the one before it hides, where both have as many
+    words, in place of [MASK]: as in a false claim, the rest of the sentence has to say what to
+    retrieve. Clozes are sorted by wording, so most of these names could be right."""
+    asked = batch.answer_mention[batch.answer > 0]
+    for shown, hidden in zip(asked[::2].tolist(), asked[1::2].tolist()):
+        source, target = ((batch.row[m], slice(batch.start[m] + 1, batch.end[m]))
+                          for m in (shown, hidden))
+        if torch.equal(batch.tokens[source], batch.tokens[target]):
+            batch.tokens[target] = batch.unmasked[source]
+    return batch
+
+# ---- The run folder ------------------------------------------------------------------------------
+# run.json says what the command was. Each artefact (corpus, batch-tome, memory, tome, claims, qa)
+# has a recipe, a plain dictionary of all that determines it, with the identities of what it is made
+# from. It is used only where its recipe is what the command implies. A folder is built under
+# another name and renamed when it is whole; a .pt file holds its recipe.
+
+FORMAT = 4                  # of run.json and of recipes
+RUN = {"format": FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None,
+       "text": None, "init": None, "weights": None, "bert": None, "appended": []}
+CHECKPOINT = {"recipe": dict, "step": int, "evaluated": int, "sums": dict, "best_score": float,
+              "model": dict, "optimizer": dict, "processes": int, "best": object, "encoder": object}
+CHOSEN = ("start", "examples", "cloze", "n_search")     # by flags, anew for every stage
+READ_BY = {name: kinds for names, kinds in (            # settings that only some stages read
+    ("cluster coref_weight coref_entities memory_from tied span_rate", "batch-tome"),
+    ("entity_weight memory_fraction", "tome"), ("max_length log_every", "claims qa"),
+    ("n_blocks memory_dtype k k_shard k_answer k_answer_shard", "tome claims qa"),
+    ("whole_softmax cloze_weight claim_mask", "claims qa"),
+    ("passage_length vocab save_every eval_mentions schedule", "")) for name in names.split()}
 
 @dataclass
 class Run:
@@ -145,1011 +762,560 @@ class Run:
     tokenizer: object
     device: torch.device
     init: str = None            # folder of the BERT that batch-tome starts from
-    n_search: int = None        # buckets that a search of the memory looks into; None: it is exact
+    saved: dict = None          # run.json
 
-    def log(self, record):
-        if ann.rank_and_size()[0] == 0:
-            path = self.out / "log.jsonl"
-            before = path.read_bytes() if path.exists() else b""
-            write_file(path, lambda file: file.write(before + json.dumps(record).encode() + b"\n"))
-
-    def first_with_memory(self, schedule):
-        """The step of batch-tome from which on the memory is attended."""
-        return int(schedule.steps * self.settings.memory_from)
+    @property
+    def is_baseline(self):
+        """Entities as Experts, or no memory at all: there is no Mention Encoder."""
+        return self.config.memory != "mentions"
 
     @property
     def batch_tome_config(self):
-        """BATCH-TOME has one memory layer, also where TOME will have two, and perhaps fewer layers (tome.split_into_blocks)."""
-        return replace(self.config, n_blocks=1, n_block=self.config.n_block_batch or self.config.n_block)
+        """BATCH-TOME has one memory layer, and perhaps fewer layers (tome.split_into_blocks)."""
+        n_block = self.config.n_block_batch or self.config.n_block
+        return replace(self.config, n_blocks=1, n_block=n_block)
 
-    def belongs(self, stage):
-        """What every checkpoint of this run says of it, to be told from another run's."""
-        return {"preset": self.preset, "blocks": 1 if stage == "batch-tome" else self.config.n_blocks, "seed": self.seed,
-                "corpus": zlib.crc32(json.dumps(self.corpus.trained_on).encode())}       # … and tokenizer
+def identity(recipe):
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
+def folder_of(out, recipe):
+    return Path(out) / f"{recipe['kind']}-{identity(recipe)[:8]}"
+
+def corpus_recipe(saved, appended):
+    settings, _ = settings_of(saved)
+    return {"kind": "corpus", "format": FORMAT, "text": saved["text"], "appended": appended,
+            "passage_length": settings.passage_length, "max_length": settings.max_length,
+            "vocab": saved["weights"]["vocab.txt"] if saved["init"] else settings.vocab}
+
+def memory_recipe(run):
+    """The memory is of the corpus with all that was appended; what is trained, without."""
+    corpus = corpus_recipe(run.saved, run.saved["appended"])
+    batch_tome = read_checkpoint(run.out / "batch-tome.pt")["recipe"]
+    return {"kind": "memory", "format": FORMAT, "memory_dtype": run.settings.memory_dtype,
+            "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
+
+def plan(run, kind, flags=None):
+    """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it. flags: what the
+    command line says of this stage; None: what it was made with. Raises UserError where the file
+    that is there was made otherwise."""
+    path, old, checkpoint = run.out / f"{kind}.pt", {}, None
+    if path.exists():
+        checkpoint = read_checkpoint(path)
+        old = checkpoint["recipe"]
+    made_from = dict(old.get("made_from", {}))      # of a file that was removed, what it was counts
+    made_from["corpus"] = identity(corpus_recipe(run.saved, []))
+    for source in {"batch-tome": (), "tome": ("batch-tome",)}.get(kind, ("batch-tome", "tome")):
+        if (run.out / f"{source}.pt").exists():
+            made_from[source] = identity(read_checkpoint(run.out / f"{source}.pt")["recipe"])
+    schedule, settings = run.settings.schedule[kind], vars(run.settings) | vars(run.config)
+    if kind == "tome" and run.is_baseline:          # it also has the steps of batch-tome
+        first = run.settings.schedule["batch-tome"]
+        schedule = replace(first, steps=first.steps + schedule.steps)
+    if run.init and kind in ("batch-tome", "tome"):
+        schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
+    flags = flags or {name: old.get(name) for name in CHOSEN}
+    steps = flags.get("steps") or old.get("steps") or schedule.steps
+    batch = flags.get("batch") or old.get("batch") or schedule.batch
+    lr = old.get("lr") or [[0, flags.get("lr") or schedule.lr]]
+    changes = flags.get("lr") not in (None, lr[-1][1])
+    goes_on = checkpoint is not None and checkpoint["evaluated"] < steps
+    recipe = {"kind": kind, "format": FORMAT, "seed": run.seed, "init": run.saved["weights"],
+              "made_from": made_from, "steps": steps, "batch": batch,
+              "lr": [[0, flags["lr"]]] if changes and not goes_on else lr,
+              "warmup": min(schedule.warmup, steps // 10),
+              **{name: flags.get(name) for name in CHOSEN},
+              **{name: value for name, value in settings.items()
+                 if kind in READ_BY.get(name, kind).split()}}
+    if old:
+        compare(path, old, recipe)
+    if changes and goes_on:
+        step = checkpoint["step"]
+        recipe["lr"] = [change for change in lr if change[0] < step] + [[step, flags["lr"]]]
+    return recipe, checkpoint
+
+def compare(path, old, new):
+    """Raises UserError where an artefact's recipe `old` is not what the command implies."""
+    for kind, made in new.get("made_from", {}).items():
+        if old.get("made_from", {}).get(kind) != made:
+            raise UserError(f"{path} was made from another {kind}; remove it to make it again")
+    for name in [*new, *old]:
+        if old.get(name) != new.get(name):
+            was, now = (r.get(name) if name != "lr" else r[name][-1][1] for r in (old, new))
+            raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
+                            "again, or choose another --out")
+
+def stage_of(kind):
+    return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
+
+def save_checkpoint(path, **values):
+    write_file(path, lambda file: torch.save(values, file))
+
+def read_checkpoint(path):
+    """The dictionary of a .pt file. Objects are never unpickled."""
+    try:
+        with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
+            damaged = file.testzip()
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} differs")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        for name, kind in CHECKPOINT.items():
+            if not isinstance(checkpoint[name], kind):
+                raise ValueError(f"{name} is no {kind.__name__}")
+        if checkpoint["recipe"].get("format") != FORMAT:
+            raise ValueError("it is of another format")
+        recipe = checkpoint["recipe"]
+        learning_rate(recipe, 0), recipe["batch"] + 1, dict(recipe["made_from"])    # or TypeError
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; train its stage first") from None
+    except Exception as error:
+        raise UserError(f"{path} is damaged ({repr(error).splitlines()[0][:100]}); remove it to "
+                        "train this stage again") from None
+    return checkpoint
+
+def load_state(path, target, state):
+    """target.load_state_dict, with one sentence where it does not fit."""
+    try:
+        target.load_state_dict(state)
+    except Exception as error:
+        raise UserError(f"{path} does not fit this model ({' '.join(str(error).split())[:100]}); "
+                        "remove it to train this stage again") from None
+
+def load_model(run, kind="tome"):
+    """(model, fingerprint of its Mention Encoder) of a stage that is done."""
+    path, (recipe, checkpoint) = run.out / f"{kind}.pt", plan(run, kind)
+    if checkpoint is None or checkpoint["evaluated"] < recipe["steps"]:
+        raise UserError(f"{path} is missing or unfinished; run python train.py "
+                        f"--stage {stage_of(kind)} --out {run.out}")
+    batch_tome = kind == "batch-tome"
+    model = BatchTOME(TOME(run.batch_tome_config)) if batch_tome else TOME(run.config)
+    load_state(path, model, checkpoint["best"] or checkpoint["model"])
+    return model.to(run.device).eval(), checkpoint["encoder"]
+
+def read_run_file(out):
+    """OUT/run.json: what the run was started with."""
+    path = Path(out) / "run.json"
+    if not path.exists():
+        raise UserError(f"{path} is missing: nothing was trained there; python train.py --stage "
+                        f"tome --out {out} trains on the toy world")
+    try:
+        saved = read_json(path)
+        if saved.keys() != RUN.keys() or saved["format"] != FORMAT:
+            raise ValueError(f"format {saved.get('format')}, this version reads {FORMAT}")
+        settings_of(saved)
+        return saved
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error!r:.99}); choose another --out") from None
+
+def settings_of(saved):
+    """(Settings, Config) of what run.json holds."""
+    return preset(saved["preset"], saved["blocks"], saved["set"], saved["bert"])
+
+def settle(args):
+    """run.json as the command implies it, checked as a whole. Until there is an artefact, flags may
+    differ from the last command's."""
+    out, old, made = Path(args.out), RUN, False
+    if (out / "run.json").exists():
+        old = read_run_file(out)
+        made = any(out.glob("corpus-????????")) or any(out.glob("*.pt"))
+    saved = old | {name: value for name, value in dict(
+        preset=args.preset, seed=args.seed, blocks=args.blocks, set=args.set,
+        corpus=args.corpus and os.path.abspath(args.corpus),
+        init=args.init and os.path.abspath(args.init)).items() if value is not None}
+    corpus, init = saved["corpus"], saved["init"]
+    if corpus is None:
+        saved["text"] = f"toy world {saved['seed']}"
+    elif os.path.isfile(corpus):
+        saved["text"] = checksum(corpus)
+    elif not made:                      # later the tokenised one will do
+        raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
+    if init and (os.path.exists(os.path.join(init, "config.json")) or not made):
+        bert = bert_config(init, preset(saved["preset"], saved["blocks"], saved["set"])[1])
+        saved["bert"] = asdict(bert)
+        saved["weights"] = {name: checksum(os.path.join(init, name)) for name in (
+            "vocab.txt", "model.safetensors", "pytorch_model.bin")
+            if os.path.exists(os.path.join(init, name))}
+    for name, value in saved["set"].items():
+        if saved["bert"] and saved["bert"].get(name, value) != value:
+            raise UserError(f"--set {name}: it is {saved['bert'][name]} in the BERT of --init "
+                            f"{init}; leave it out")
+    for name in RUN:
+        if made and saved[name] != old[name]:
+            if name in ("text", "weights", "bert"):
+                raise UserError(f"{init if init and name != 'text' else corpus} has changed since "
+                                f"{out} was started; choose another --out")
+            raise UserError(f"{out} was started with --{name} {old[name]}, not {saved[name]}; "
+                            "choose another --out")
+    settings_of(saved)
+    return saved
+
+def make_run(args):
+    """The run of a command. The first process writes run.json and the tokenised corpus, where they
+    are not there; the others wait."""
+    out, saved = Path(args.out), settle(args)
+    folder = folder_of(out, corpus_recipe(saved, saved["appended"]))
+    ann.barrier()
+    if ann.rank_and_size()[0] == 0:
+        for path in (out / "world", out / "log.jsonl", *out.glob("*.part")):
+            if path.is_symlink():
+                raise UserError(f"{path} is a link: nothing is written outside of --out; remove it")
+        if not (out / "run.json").exists():
+            for path in out.glob("corpus-????????"):
+                if path != folder:
+                    raise UserError(f"{path} is of another command, and {out}/run.json, which says "
+                                    "of which, is missing; put it back or choose another --out")
+        if not (out / "run.json").exists() or saved != read_run_file(out):
+            write_json(out / "run.json", saved)
+        source = saved["corpus"] or make_world(out / "world", saved["seed"])
+        if not folder.exists():
+            make_corpus(saved, source, folder)
+        if not args.append:
+            sweep(out, "corpus", folder)
+    ann.barrier()
+    return load_run(out, saved, args.device)
+
+def make_world(folder, seed):
+    """The toy world of that seed; recipe.json is written last. Returns its corpus file."""
+    recipe, path = {"kind": "world", "format": FORMAT, "seed": seed}, folder / "recipe.json"
+    if not path.exists() or read_json(path) != recipe:
+        say(f"No --corpus: making the toy world in {folder}.")
+        path.unlink(missing_ok=True)
+        data.write_toy(folder, *data.toy_world(seed))
+        write_json(path, recipe)
+    return folder / "corpus.jsonl"
+
+def make_corpus(saved, source, folder):
+    say(f"Tokenising {source}.")
+    recipe = corpus_recipe(saved, saved["appended"])
+    if saved["init"]:
+        tokenizer = data.load_tokenizer(Path(saved["init"]) / "vocab.txt")
+    else:
+        texts = (text.text for text in data.read_corpus(source))
+        tokenizer = data.train_tokenizer(texts, recipe["vocab"])
+    corpus = data.Corpus.build(source, folder, tokenizer, recipe["passage_length"],
+                               recipe["max_length"], recipe)
+    counts = corpus.meta["counts"]
+    say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
+        f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
+
+def with_appended(run, file):
+    """This run, and its corpus followed by a file: tokenised, but run.json does not name it yet."""
+    crc, past = checksum(file), run.saved["appended"]
+    if crc in past:
+        return run
+    saved = run.saved | {"appended": [*past, crc]}
+    recipe = corpus_recipe(saved, saved["appended"])
+    folder, n = folder_of(run.out, recipe), len(run.corpus.article)
+    if ann.rank_and_size()[0] == 0 and not folder.exists():
+        data.Corpus.build(file, folder, run.tokenizer, recipe["passage_length"],
+                          recipe["max_length"], recipe, run.corpus)
+    ann.barrier()
+    grown = load_run(run.out, saved, run.device.type)
+    say(f"memory: {len(grown.corpus.article) - n:,} passages of {file} added to {n:,}.")
+    return grown
+
+def load_run(out, saved, device=None):
+    """The run that run.json describes, its corpus opened. Writes nothing."""
+    settings, config = settings_of(saved)
+    recipe = corpus_recipe(saved, saved["appended"])
+    folder = folder_of(out, recipe)
+    if not folder.exists():
+        raise UserError(f"{folder} is missing; run python train.py --stage tome --out {out}")
+    corpus = data.Corpus(folder)
+    compare(folder, corpus.meta["recipe"], recipe)
+    words = max(corpus.vocab_size, config.vocab_size) if saved["init"] else corpus.vocab_size
+    entities = 0 if config.memory == "mentions" else len(corpus.entity_names)
+    config = replace(config, vocab_size=words, n_entities=entities)
+    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+    return Run(Path(out), saved["preset"], saved["seed"], settings, config, corpus, tokenizer,
+               choose_device(device), saved["init"], saved)
+
+def open_run(out, task=None, device=None, search="exact", n_search=None):
+    """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
+    fast_matmul()
+    run = load_run(out, read_run_file(out), device)
+    tome, encoder = load_model(run, task or "tome")
+    return run, tome, open_memory(run, tome, encoder, buckets(search, n_search))[0]
+
+def sweep(out, kind, keep):
+    """Removes what earlier commands left of this kind. What cannot be removed stays."""
+    for path in out.glob(f"{kind}-????????*"):
+        if path.name.removesuffix(".part") != Path(keep).name:
+            shutil.rmtree(path, ignore_errors=True)
+
+def log(out, record):
+    """Appends to log.jsonl, durably, and through no link."""
+    if ann.rank_and_size()[0] == 0:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        with open(os.open(out / "log.jsonl", flags, 0o666), "ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+def read_log(path):
+    """[(line, what it says)] of log.jsonl, without a last line that was cut off."""
+    lines = []
+    for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+            record |= {"stage": str(record["stage"]), "step": int(record["step"])}
+            for value in record.values():
+                values = value.values() if isinstance(value, dict) else [value]
+                if not all(isinstance(v, str) or np.isfinite(v) for v in values):
+                    raise ValueError(f"{value} is no number")
+            lines.append((line, record))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise UserError(f"{path}:{n}: damaged ({error}); take this line out") from None
+    return lines
+
+def trim_log(path, stage, step):
+    """Takes out what a stage that goes on writes again, and a line that was cut off."""
+    if path.exists():
+        kept = [line for line, record in read_log(path)
+                if record["stage"] != stage or record["step"] <= step]
+        if sum(map(len, kept)) < path.stat().st_size:
+            write_file(path, lambda file: file.writelines(kept))
+
+@contextmanager
+def alone_in(out):
+    """Keeps other commands out of a run folder. The first process holds the lock; the system takes
+    it back however that ends."""
+    if ann.rank_and_size()[0] > 0:
+        yield
+        return
+    new, folder = not os.path.exists(out), None
+    try:
+        os.makedirs(out, exist_ok=True)
+        if os.name != "nt":
+            folder = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be made ({error.strerror}); choose another") from None
+    try:
+        try:
+            import fcntl            # not on Windows
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another train.py is at work there; wait for its end, or "
+                            "choose another folder") from None
+        except (OSError, ImportError):
+            say(f"{out} cannot be locked: start no second train.py there.")
+        yield
+    finally:
+        if folder is not None:
+            os.close(folder)
+        if new:
+            with suppress(OSError):     # it is not empty
+                os.rmdir(out)
+
+# ---- Command line --------------------------------------------------------------------------------
+
+class Stop(BaseException):
+    """Ctrl-C or SIGTERM. No Exception: what catches those must not catch it."""
+
+def leave(number, frame):
+    raise Stop("Stopped; the same command goes on from there.")
+
+@contextmanager
+def signals_to(handler):
+    """Ctrl-C and SIGTERM call handler(number, frame)."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+def fast_matmul():
+    """Lets oneDNN multiply in float32, where its results are exact.
+
+    Despite its name, "bf16" computes in float32 on a processor without AMX, on AMD's in half the
+    time of MKL. It must be on wherever bits are to agree."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
+        return
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    x = torch.full((64, 64), 1 + 2 ** -12)
+    if not torch.equal(x @ torch.eye(64), x):
+        matmul.fp32_precision = before
 
 def say(text, file=None):
     if ann.rank_and_size()[0] == 0:
-        tqdm.write(text, file)
-
+        tqdm.write(data.printable(text), file)
 
 def choose_device(name=None):
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
-    if (name or "cuda") == "cuda" and torch.cuda.is_available():
+    if name != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
-
-def read_run_file(out):
-    """out/run.json: what the run was started with."""
-    path = Path(out) / "run.json"
-    try:
-        run = read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} is missing: nothing has been trained there; run python train.py --out {out} first") \
-            from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); choose another --out") from None
-    if run.get("format") != FORMAT:
-        raise UserError(f"{path}: format {run.get('format')}, this version reads {FORMAT}; choose another --out")
-    return run
-
-
-def make_run(args):
-    """Create the run folder with tokenised corpus and run.json, or check that this command belongs to the old one."""
-    if args.n_search and args.search != "bucketed":
-        raise UserError("--n-search goes with --search bucketed")
-    out = Path(args.out)
-    old = read_run_file(out) if (out / "run.json").exists() else None
-    wanted = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
-              "corpus": args.corpus and os.path.abspath(args.corpus), "init": args.init and os.path.abspath(args.init)}
-    if old is not None:
-        for name, value in wanted.items():
-            if value is not None and value != old[name]:
-                raise UserError(f"{out} was started with --{name} {old[name]}, not {value}; choose another --out")
-    else:
-        for name in ("batch-tome.pt", "memory", "tome.pt", "claims.pt", "qa.pt"):
-            if (out / name).exists():
-                raise UserError(f"{out} holds {name} but no run.json, which says what it was started with; put it back "
-                               "or choose another --out")
-        defaults = {"preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None, "init": None}
-        old = {name: defaults[name] if value is None else value for name, value in wanted.items()}
-        old["format"] = FORMAT
-    settings, config = preset(old["preset"], old["blocks"], old["set"])
-    if old["init"]:         # its dimensions stay in run.json: the run needs the folder only to start
-        if "bert" not in old:
-            old["bert"] = asdict(bert_config(old["init"], config))
-            for name, value in old["set"].items():
-                if old["bert"].get(name, value) != value:
-                    raise UserError(f"--set {name}: it is {old['bert'][name]} in the BERT of --init {old['init']}; leave it out")
-        config = Config(**old["bert"])
-    if ann.rank_and_size()[0] == 0:
-        prepare_corpus(out, old, settings)
-    ann.barrier()
-    corpus, tokenizer = data.Corpus.open(out / "corpus"), data.load_tokenizer(out / "corpus" / "tokenizer.json")
-    config = replace(config, vocab_size=max(corpus.vocab_size, config.vocab_size if old["init"] else 0),
-                     n_entities=0 if config.memory == "mentions" else len(corpus.entity_names))
-    return Run(out, old["preset"], old["seed"], settings, config, corpus, tokenizer, choose_device(args.device),
-               old["init"], (args.n_search or 32) if args.search == "bucketed" else None)
-
-
-@contextmanager
-def alone_in(out):
-    """Keeps every other train.py out of a run folder: two would overwrite each other's checkpoints. A job's first process
-    holds the lock; the system takes it back however that ends. Where there are no such locks nothing is checked."""
-    if fcntl is None or ann.rank_and_size()[0] > 0:
-        yield
-        return
-    new = not os.path.exists(out)
-    try:
-        os.makedirs(out, exist_ok=True)
-        folder = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another train.py is at work there; wait for its end, or choose another folder") \
-                from None
-        except OSError:         # a file system without locks
-            pass
-        yield
-    finally:
-        if new:
-            with suppress(OSError):     # it is not empty
-                os.rmdir(out)
-        os.close(folder)
-
-
-def prepare_corpus(out, run, settings):
-    """Toy world if there is no corpus; tokenizer; flat arrays; run.json. Done once, by the first process."""
-    source = run["corpus"]
-    if source is None:
-        source = out / "world" / "corpus.jsonl"
-        if not source.exists():
-            say(f"No --corpus: making the toy world in {out / 'world'}.")
-            data.write_toy(out / "world", *data.toy_world(run["seed"]))
-    started, tokenised = (out / "run.json").exists(), (out / "corpus").exists()
-    if not os.path.exists(source) and not (started and tokenised):
-        raise UserError(f"{source}: no such file; --corpus wants a file of JSON lines")
-    known = run.setdefault("crc32", {})
-    for path in sorted((out / "world").glob("*.jsonl")) if run["corpus"] is None else [Path(source)]:
-        if path.exists() and known.setdefault(path.name, crc := checksum(path)) != crc:
-            raise UserError(f"{path} has changed since this run was started; choose another --out")
-    if not (started and tokenised):         # what lies there without a run.json may be of another corpus
-        say(f"Tokenising {source}.")
-        if run["init"]:
-            tokenizer = data.load_tokenizer(Path(run["init"]) / "vocab.txt")
-        else:
-            tokenizer = data.train_tokenizer((text.text for text in data.read_corpus(source)), settings.vocab)
-        corpus = data.Corpus.build(source, out / "corpus", tokenizer, settings.passage_length, settings.max_length)
-        counts = corpus.meta["counts"]
-        say(f"  {counts['passages']:,} passages, {counts['tokens']:,} tokens, {counts['mentions']:,} mentions "
-            f"({counts['linked']:,} linked) of {counts['entities']:,} entities; "
-            f"dropped: {corpus.meta['dropped'] or 'none'}")
-    if not started:
-        write_json(out / "run.json", run)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: tensors and plain values only
-
-
-def save_checkpoint(path, **values):
-    write_file(path, lambda file: torch.save({"format": FORMAT, **values}, file))
-
-
-def read_checkpoint(path):
-    """The checkpoint's dictionary. Never unpickles objects."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            if (name := file.testzip()) is not None:        # torch.load does not compare the checksums in its file
-                raise ValueError(f"the checksum of {name} differs")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(checkpoint["model"], dict):
-            raise ValueError("it holds no model")
-        return checkpoint
-    except OSError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path} is damaged ({(str(error) or type(error).__name__).splitlines()[0][:100]}); "
-                       "delete it to train this stage again") from None
-
-
-def load_checkpoint(path, stage, run):
-    """The dictionary of a checkpoint of this run and stage, or None where there is no file."""
-    if not path.exists():
-        return None
-    checkpoint = read_checkpoint(path)
-    for name, value in {"format": FORMAT, "stage": stage, **run.belongs(stage)}.items():
-        if checkpoint.get(name) != value:
-            raise UserError(f"{path} is a checkpoint of another {name} ({checkpoint.get(name)}, here it is {value}); move "
-                           "it away to train this stage again")
-    return checkpoint
-
-
-def load_weights(model, state, path):
-    """load_state_dict with one sentence where the shapes are another model's."""
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
-        raise UserError(f"{path} does not fit this model ({reason}); choose another --out") from None
-
-
-def new_batch_tome(run, seed=None):
-    """BATCH-TOME with fresh weights (seed: others than this run's), or a BERT's where run.init names its folder."""
-    torch.manual_seed(run.seed if seed is None else seed)
-    init = run.init
-    model = BatchTOME(TOME(run.batch_tome_config))
-    if init:
-        _, embeddings, layers, mlm = load_bert(init, run.config)
-        tome = model.tome
-        targets = [*tome.initial.layers, *(layer for block in tome.blocks for layer in block.transformer.layers)]
-        tome.embeddings.load_state_dict(embeddings)
-        # [E_start] and [E_end] took unused entries. BERT knows a sign that stands around a name and attends to it.
-        quote, special = run.tokenizer.token_to_id('"'), run.corpus.special
-        if quote is not None:
-            word = tome.embeddings.word.weight.data
-            word[[special["[E_start]"], special["[E_end]"]]] = word[quote].clone()
-        for layer, state in zip(targets, layers, strict=True):
-            layer.load_state_dict(state)
-        if mlm is None:
-            say(f"{init} has no MLM head: made a fresh one.")
-        else:
-            tome.mlm.load_state_dict(mlm)
-    if run.settings.frequency_bias and (not init or mlm is None):
-        tokens = run.corpus.tokens[:10 ** 7]
-        counts = np.bincount(tokens[run.corpus.maskable[tokens]], minlength=run.config.vocab_size) + 1
-        model.tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
-    if not init:
-        start_positions(model)
-    return model
-
-
-def load_batch_tome(run):
-    """The finished BATCH-TOME of this run."""
-    path = run.out / "batch-tome.pt"
-    checkpoint = load_checkpoint(path, "batch-tome", run)
-    if checkpoint is None:
-        raise UserError(f"{path} is missing; run python train.py --stage batch-tome --out {run.out}")
-    model = BatchTOME(TOME(run.batch_tome_config))
-    load_weights(model, checkpoint["model"], path)
-    return model.to(run.device)
-
-
-def load_tome(run, stage="tome"):
-    """A trained TOME of this run, as saved by stage tome, claims or qa: (model, fingerprint of its encoder)."""
-    path = run.out / f"{stage}.pt"
-    checkpoint = load_checkpoint(path, stage, run)
-    if checkpoint is None or checkpoint["step"] < checkpoint["steps"]:
-        how = "tome" if stage == "tome" else f"finetune --task {stage}"
-        raise UserError(f"{path} is missing or unfinished; run python train.py --stage {how} --out {run.out}")
-    model = TOME(run.config)
-    load_weights(model, checkpoint.get("best", checkpoint["model"]), path)
-    return model.to(run.device).eval(), checkpoint["encoder"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is measured while training: can the memory fill in what only the memory can know?
-
-
-@torch.no_grad()
-def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
-    """Accuracy on held-out mentions that stand nowhere else in their passage, each masked alone.
-
-    mentions: corpus mention numbers (data.eval_mentions). Returns {"seen" | "unseen": {"accuracy": masked tokens
-    right, "mass_masked", "mass_visible": attention of the last memory layer on memories of the mention's own entity,
-    "entity": eq. 10's answer right, "n": mentions}}; seen: the entity is linked somewhere in the training passages."""
-    tome.eval()
-    rank, size = ann.rank_and_size()
-    seen_entity = torch.from_numpy(np.asarray(corpus.entity_count) > 0).to(device)
-    supported = torch.ones_like(seen_entity)                            # it stands in another passage than the mention's
-    if isinstance(memory, MentionMemory):
-        supported = memory.passages_of(len(corpus.entity_names)) > 1
-    names = ("tokens", "right", "masked", "mass_masked", "visible", "mass_visible", "entity")
-    sums = {kind: dict.fromkeys(names, 0.0) for kind in ("seen", "unseen")}
-    for first in range(0, len(mentions), batch_size):
-        chosen = mentions[first:first + batch_size]
-        if len(chosen) < size:              # every process needs a row; the last few are left out
-            break
-        batch = data.eval_batch(corpus, chosen).part(rank, size).to(device)
-        H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
-        right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target                # (L,)
-        mass = torch.zeros(len(batch.entity), device=device)                                     # (M,)
-        if (last := found[-1]) is not None:
-            mass = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
-        answer = memory.retrieve(tome.answer(H, batch.row, batch.start, batch.end), batch.passage,
-                                 tome.config.k_answer, tome.config.k_answer_shard)
-        entity_right = predict_entity(answer.scores, answer.entity).entity == batch.entity       # (M,)
-        visible = (batch.entity > 0) & ~batch.masked & supported[batch.entity]
-        for kind, is_seen in (("seen", True), ("unseen", False)):
-            of_kind = (seen_entity[batch.entity] == is_seen) & (batch.entity > 0)                # (M,)
-            here = of_kind[batch.target_mention]                                                 # (L,)
-            s = sums[kind]
-            s["tokens"] += here.sum().item()
-            s["right"] += (right & here).sum().item()
-            s["masked"] += (of_kind & batch.masked).sum().item()
-            s["mass_masked"] += mass[of_kind & batch.masked].sum().item()
-            s["entity"] += (entity_right & of_kind & batch.masked).sum().item()
-            s["visible"] += (of_kind & visible).sum().item()
-            s["mass_visible"] += mass[of_kind & visible].sum().item()
-    result = {}
-    for kind, s in sums.items():
-        s = {name: float(ann.sum_over_processes(value, device)) for name, value in s.items()}
-        result[kind] = {"accuracy": s["right"] / max(s["tokens"], 1), "entity": s["entity"] / max(s["masked"], 1),
-                        "mass_masked": s["mass_masked"] / max(s["masked"], 1),
-                        "mass_visible": s["mass_visible"] / max(s["visible"], 1), "n": int(s["masked"])}
-    return result
-
-
-def sample_eval_mentions(run, n):
-    """n mentions of entities seen in training and n of entities never seen (data.eval_mentions), the same each time."""
-    mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
-    seen = run.corpus.entity_count[run.corpus.mention_entity[mentions]] > 0
-    return np.concatenate([mentions[seen][:n], mentions[~seen][:n]])
-
-
-def supporting_passages(corpus, mentions, each=4, others=512):
-    """Passages that make a small memory for these mentions while the Mention Encoder still changes: the articles they
-    stand in, a few passages that share the entity, and some others."""
-    rng = np.random.default_rng(0)
-    articles = np.unique(corpus.article[corpus.passage_of(mentions)])
-    own = np.flatnonzero(np.isin(corpus.article, articles))
-    candidates = rng.permutation(np.flatnonzero(np.isin(corpus.mention_entity, corpus.mention_entity[mentions])))
-    candidates = candidates[np.argsort(corpus.mention_entity[candidates], kind="stable")]
-    entity = corpus.mention_entity[candidates]
-    place = np.arange(len(entity)) - np.searchsorted(entity, entity)
-    return np.unique(np.concatenate([own, corpus.passage_of(candidates[place < each]),
-                                     rng.integers(0, len(corpus.article), others)]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-
-
-class Stop(BaseException):
-    """SIGINT or SIGTERM: save, say how to go on, leave. No Exception: what catches those must not catch it."""
-
-
-def leave(number, frame):
-    """The signal handler outside of train_stage, where every file is whole or not there."""
-    raise Stop("Stopped; the same command goes on from there.")
-
-
-def optimizer_for(model, schedule, settings):
-    """AdamW; no weight decay on layer norms and biases (app. A). The layers that retrieve are groups of their own."""
-    groups = [{"params": [], "weight_decay": decay, "retrieves": retrieves}
-              for decay in (settings.weight_decay, 0.0) for retrieves in (False, True)]
-    for name, p in model.named_parameters():
-        retrieves = any(part in name for part in ("query", "key", "coref"))
-        groups[2 * (p.dim() < 2) + retrieves]["params"].append(p)
-    return torch.optim.AdamW(groups, lr=schedule.lr, betas=(0.9, settings.beta2), fused=True)
-
-
-def train_stage(run, stage, model, schedule, next_batch, losses, evaluate, extra):
-    """Train `model` for schedule.steps steps and leave run.out/<stage>.pt.
-
-    next_batch(step) -> the whole batch of all processes;
-    losses(model, batch) -> {name: (weight, this process's share of the loss)};
-    evaluate(model) -> a dictionary for the log, with "score" where the best checkpoint is to be kept;
-    extra: plain values for the checkpoint."""
-    settings, device, path = run.settings, run.device, run.out / f"{stage}.pt"
-    rank, size = ann.rank_and_size()
-    model.to(device).train()
-    optimizer = optimizer_for(model, schedule, settings)
-    step, best, sums = 0, None, {}                  # sums: of what is logged next
-    first = run.first_with_memory(schedule)
-    checkpoint = load_checkpoint(path, stage, run)
-    if checkpoint is not None:
-        for name in ("steps", "batch", "lr"):
-            if checkpoint[name] != getattr(schedule, name):
-                raise UserError(f"{path} was trained with --{name} {checkpoint[name]}, not {getattr(schedule, name)}; "
-                               f"leave --{name} out, or choose another --out")
-        for name, value in extra.items():
-            if checkpoint[name] != value:
-                raise UserError(f"{path} was trained with another {name}; move it away to train this stage again")
-        step, best, sums = checkpoint["step"], checkpoint.get("best_score"), checkpoint["sums"]
-        if step < schedule.steps:
-            load_weights(model, checkpoint["model"], path)
-            optimizer.load_state_dict(checkpoint["optimizer"])
-            say(f"{stage}: going on at step {step}.")
-            if checkpoint["processes"] != size:
-                say(f"  ({size} processes instead of {checkpoint['processes']}: equal up to rounding)")
-    if step >= schedule.steps:
-        say(f"{stage}: already trained ({path}).")
-        return
-    best_weights = checkpoint.get("best") if checkpoint else None
-    if rank == 0:
-        trim_log(run.out / "log.jsonl", stage, step)
-
-    def save():
-        if rank == 0:
-            values = {} if best is None else {"best": best_weights, "best_score": best}
-            save_checkpoint(path, stage=stage, step=step, steps=schedule.steps, batch=schedule.batch, lr=schedule.lr,
-                            processes=size, sums=sums, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                            **values, **extra, **run.belongs(stage))
-
-    progress = tqdm(total=schedule.steps, initial=step, desc=stage, disable=rank > 0, mininterval=1.0)
-    n_tokens, since = 0, time.time()
-    interrupted = []
-    handlers = {number: signal.signal(number, lambda number, _: interrupted.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM)}
-    while step < schedule.steps:
-        lr = schedule.lr * min((step + 1) / max(schedule.warmup, 1),
-                               (schedule.steps - step) / max(schedule.steps - schedule.warmup, 1))
-        tied = stage == "batch-tome" and 0 <= step - first < (schedule.steps - first) * settings.tied
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (settings.span_rate if tied and group["retrieves"] else 1.0)
-        torch.manual_seed(zlib.crc32(f"{run.seed} {stage} {step} {rank}".encode()))              # dropout
-        whole = next_batch(step)
-        batch = whole.part(rank, size).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            parts = losses(model, batch)
-            loss = sum(weight * share for weight, share in parts.values())
-        optimizer.zero_grad()
-        loss.backward()
-        ann.sum_gradients(model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        values = {name: float(ann.sum_over_processes(share.detach(), device)) for name, (_, share) in parts.items()}
-        if not np.isfinite(sum(values.values())) or not torch.isfinite(norm):
-            passages = whole.passage[whole.passage >= 0].unique().tolist()
-            raise UserError(f"{stage}: the loss is not a number at step {step} ({values}; its batch: "
-                           f"{f'passages {str(passages[:64])[1:-1]}' if passages else 'examples'}); nothing was saved "
-                           f"since the last checkpoint, {path}; a lower learning rate is the usual cure")
-        optimizer.step()
-        step += 1
-        n_tokens += int(ann.sum_over_processes(batch.attention_mask.sum(), device))
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0.0) + value
-        sums["steps"] = sums.get("steps", 0) + 1
-        progress.update()
-        progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()}, refresh=False)
-        if step % settings.log_every == 0 or step == schedule.steps:
-            n_steps = sums.pop("steps")
-            means = {name: round(value / n_steps, 4) for name, value in sums.items()}
-            seconds = time.time() - since
-            measured = evaluate(model)
-            model.train()
-            run.log({"stage": stage, "step": step, "processes": size, "lr": lr, **means,
-                     "tokens_per_second": round(n_tokens / seconds), **measured})
-            progress.clear()
-            say(f"{stage} {step:5d}  " + "  ".join(f"{name} {value:.3f}" for name, value in means.items())
-                + f"  {describe(measured)}")
-            if "score" in measured and (best is None or measured["score"] > best):
-                best = measured["score"]
-                best_weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
-            sums, n_tokens, since = {}, 0, time.time()
-        stop = int(ann.sum_over_processes(len(interrupted), device)) > 0
-        if step % settings.save_every == 0 or step == schedule.steps or stop:
-            save()
-        if stop:
-            raise Stop(f"Stopped at step {step} of {stage} and saved; the same command goes on from there.")
-    progress.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    ann.barrier()           # nobody reads the checkpoint before it is written
-
-
-def read_log(path):
-    """The lines of log.jsonl, each with what it says."""
-    lines = []
-    for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
-            record = json.loads(line)
-            lines.append((line, record | {"stage": str(record["stage"]), "step": int(record["step"])}))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{n}: damaged ({error}); take this line out") from None
-    return lines
-
-
-def trim_log(path, stage, step):
-    """Forget log lines of this stage after `step`: a stage that goes on writes them again."""
-    if path.exists():
-        kept = [line for line, record in read_log(path) if record["stage"] != stage or record["step"] <= step]
-        write_file(path, lambda file: file.writelines(kept))
-
-
-def describe(measured):
-    """The log's evaluation in a few words."""
-    parts = []
-    for kind in ("seen", "unseen"):
-        if kind in measured and measured[kind]["n"]:
-            m = measured[kind]
-            parts.append(f"{kind}: masked mentions {m['accuracy']:.2f} (same entity: visible {m['mass_visible']:.2f}, "
-                         f"masked {m['mass_masked']:.2f})")
-    return "  ".join(parts) + (f"dev {measured['score']:.3f}" if "score" in measured else "")
-
-
-class Epochs:
-    """An endless sequence of items, epoch after epoch: order(epoch) -> int64 array, always of the same length.
-
-    Nothing of it needs to be saved: the items of a step follow from the step."""
-
-    def __init__(self, order):
-        self.order, self.epoch, self.items = order, 0, order(0)
-
-    def at(self, step, batch_size):
-        first, batch = step * batch_size, []
-        while batch_size:
-            epoch, offset = divmod(first, len(self.items))
-            if epoch != self.epoch:
-                self.epoch, self.items = epoch, self.order(epoch)
-            batch.append(self.items[offset:offset + batch_size])
-            first, batch_size = first + len(batch[-1]), batch_size - len(batch[-1])
-        return np.concatenate(batch)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stages
-
-
-def stage_batch_tome(run, schedule):
-    """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
-    settings, corpus = run.settings, run.corpus
-    passages = np.flatnonzero(~corpus.held_out)
-    if not len(passages):
-        raise UserError(f"{run.out / 'corpus'}: all of its passages are held out, there is none to train on; add articles, or "
-                       'a field "split": "train"')
-
-    def clusters(epoch):
-        whole = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
-        if len(whole) > 1:
-            whole = [c for c in whole if len(c) == settings.cluster]        # the last one may be smaller
-        return np.concatenate([whole[i] for i in np.random.default_rng([run.seed, epoch]).permutation(len(whole))])
-
-    epochs = Epochs(clusters)
-    # coreference only over the most frequent entities: the rest is not linked for this loss
-    bar = np.sort(corpus.entity_count)[-min(max(settings.coref_entities, 1), len(corpus.entity_count))]
-    frequent = torch.from_numpy(np.asarray(corpus.entity_count) >= max(bar, 1)).to(run.device)
-    mentions = sample_eval_mentions(run, settings.eval_mentions)
-    support = supporting_passages(corpus, mentions)
-    begun = run.init and (run.out / "batch-tome.pt").exists()       # then the BERT need not be read again
-    model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
-    first, attends = run.first_with_memory(schedule), True
-
-    def next_batch(step):
-        nonlocal attends
-        attends = step >= first
-        if first and step == first:
-            say("Fitting keys and queries to what the layers hold (tome.fit_retrieval); from here on the memory is attended.")
-            sample = np.random.default_rng(run.seed).permutation(passages)[:768]
-            fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None).to(run.device)
-                                         for part in np.array_split(sample, -(-len(sample) // 32))])
-            model.train()
-        return data.make_batch(corpus, epochs.at(step, schedule.batch), np.random.default_rng([run.seed, 1, step]),
-                               settings.mention_rate, settings.token_rate, settings.mentions)
-
-    def losses(model, batch):
-        H, _ = model(batch, attends)
-        z = model.coref(H, batch.row, batch.start, batch.end)
-        return {"mlm": (1 - settings.coref_weight, mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)),
-                "coref": (settings.coref_weight,
-                          coreference_loss(z, torch.where(frequent[batch.entity], batch.entity, 0), batch.passage))}
-
-    def evaluate(model):
-        rank, size = ann.rank_and_size()
-        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
-        return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device), mentions)
-
-    train_stage(run, "batch-tome", model, schedule, next_batch, losses, evaluate, {})
-
-
-def evaluate_memory(run, tome, memory, mentions):
-    """masked_mentions with the memory, emptied and shuffled."""
-    measured = masked_mentions(tome, run.corpus, memory, mentions, run.device)
-    if not isinstance(memory, MentionMemory):
-        return measured
-    for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
-        for kind, values in masked_mentions(tome, run.corpus, changed, mentions, run.device).items():
-            measured[kind][control] = values["accuracy"]
-    return measured
-
-
-def stage_memory(run, more=None):
-    """The Mention Encoder reads the whole corpus (§2.1.2). more: a corpus file to add to it, without training."""
-    folder = run.out / "memory"
-    encoder = load_batch_tome(run).encoder
-    past = [earlier["file"] for earlier in run.corpus.meta["grew_from"]]
-    if more and checksum(more) not in past:         # else a command that was cut off is run again
-        if ann.rank_and_size()[0] == 0:
-            run.corpus.extend(more, run.tokenizer)
-        ann.barrier()
-        n, run.corpus = len(run.corpus.article), data.Corpus.open(run.corpus.folder)
-        say(f"memory: {len(run.corpus.article) - n:,} passages of {more} added to {n:,}.")
-    if (folder / "manifest.json").exists():
-        manifest = read_manifest(folder, encoder.fingerprint)
-        if manifest["corpus"] not in [earlier["corpus"] for earlier in run.corpus.meta["grew_from"]]:
-            read_manifest(folder, corpus=run.corpus.fingerprint)
-            say(f"memory: already built ({folder}, {manifest['n']:,} mentions).")
-            return
-    build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype))
-    manifest = read_manifest(folder)
-    say(f"memory: {manifest['n']:,} linked mentions, d_K {manifest['key_dim']}, d_V {manifest['value_dim']}, in {folder}")
-
-
-def open_memory(run, tome, fingerprint):
-    """The memory of the whole corpus, and the part of it that training sees: passages that are not held out. A
-    baseline's is its table of entities, which is part of it."""
-    if tome.entities is not None:
-        return tome.entities, tome.entities
-    memory = load_memory(run.out / "memory", fingerprint, run.device,
-                         corpus=run.corpus.fingerprint).bucketed(run.n_search)
-    train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
-    return memory, memory if bool(train.all()) else memory.select(train)
-
-
-def start_from(run, tome, start):
-    """Weights of another checkpoint, or fresh ones ("scratch"), instead of those of the stage before (app. B.6). None:
-    leave them. What a checkpoint lacks, as the memory layers where it had none, is fresh.
-
-    Fresh weights are not those that BATCH-TOME began with: beside them, what wrote the memory would be no stranger."""
-    if start is None:
-        return
-    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
-    if start != "scratch":
-        checkpoint = read_checkpoint(Path(start))
-        saved = checkpoint.get("best", checkpoint["model"])
-        if any(saved[name].shape != fresh.shape if name in saved else name.startswith("initial.")
-               for name, fresh in state.items()):
-            raise UserError(f"--start {start}: no TOME of these dimensions; give a tome.pt, claims.pt or qa.pt of such a run "
-                           "(a batch-tome.pt is what stage tome starts from without --start)")
-        state |= {name: tensor for name, tensor in saved.items() if name in state}
-    tome.load_state_dict(state)
-
-
-def stage_tome(run, schedule, start=None):
-    """TOME over the frozen memory, on passages at random (§2.4)."""
-    settings, corpus = run.settings, run.corpus
-    has_encoder = run.config.memory == "mentions"               # a baseline has none
-    batch_tome = load_batch_tome(run) if has_encoder else new_batch_tome(run)
-    fingerprint = batch_tome.encoder.fingerprint if has_encoder else None
-    tome = TOME(run.config).to(run.device)
-    tome.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
-    memory, training_memory = open_memory(run, tome, fingerprint)
-    if has_encoder:
-        training_memory = training_memory.sample(settings.memory_fraction, run.seed)
-    start_from(run, tome, start)
-    passages = np.flatnonzero(~corpus.held_out)
-    epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 2, epoch]).permutation(passages))
-    mentions = sample_eval_mentions(run, settings.eval_mentions)
-
-    def next_batch(step):
-        return data.make_batch(corpus, epochs.at(step, schedule.batch), np.random.default_rng([run.seed, 3, step]),
-                               settings.mention_rate, settings.token_rate, settings.mentions)
-
-    def losses(model, batch):
-        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        # Entities as Experts is told which row each linked mention is. So is the second memory layer of TOME-2: where one
-        # retrieval is enough for MLM, it forgets its own.
-        told = {"entities": layers, "mentions": layers[1:], "none": []}[run.config.memory]
-        linking = {"linking": (settings.entity_weight, sum(
-            entity_prediction_loss(layer.scores, layer.entity, batch.entity) for layer in told))} if told else {}
-        z = model.answer(H, batch.row, batch.start, batch.end)
-        found = training_memory.retrieve(z, batch.passage, model.config.k_answer,
-                                         model.config.k_answer_shard)
-        return {"mlm": (1 - settings.entity_weight, mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)),
-                "entity": (settings.entity_weight, entity_prediction_loss(found.scores, found.entity, batch.entity)),
-                **linking}
-
-    train_stage(run, "tome", tome, schedule, next_batch, losses,
-                lambda model: evaluate_memory(run, model, memory, mentions), {"encoder": fingerprint, "start": start})
-
-
-def read_examples(run, task, path, known=True):
-    """Examples of a file, each with its mentions. known: only those with a label; an error where there are none."""
-    examples = data.read_examples(path, task)
-    if known:
-        examples = [e for e in examples if task == "qa" or e.label is not None]
-        if not any(e.label is not None or e.answers for e in examples):
-            what = "claim has a label" if task == "claims" else "question has an answer that is an entity"
-            raise UserError(f"{path}: no {what}, as in the test files of published tasks: there is nothing to learn "
-                           "from or to compare with; python eval.py --show shows what is retrieved")
-    missing = sum(e.mentions is None for e in examples)
-    if missing:
-        how, find = data.mention_finder(run.corpus.entity_names)
-        say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
-        examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
-                    for e in tqdm(examples, "mentions", leave=False, disable=None)]
-    if nothing := sum(not e.mentions for e in examples):
-        say(f"{path}: {nothing:,} of {len(examples):,} examples have no mention, so nothing is looked up for them.", sys.stderr)
-    return examples
-
-
-def examples_file(run, task, path):
-    """FILE, or that of the toy world."""
-    path = Path(path) if path else run.out / "world" / f"{task}.one_hop.train.jsonl"
-    if not path.exists():
-        raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README, Your own corpus)")
-    return path
-
-
-def read_task_examples(run, task, path):
-    """(training, dev) examples: FILE and the FILE whose name says dev instead of train, else a tenth of FILE."""
-    path = examples_file(run, task, path)
-    examples = read_examples(run, task, path)
-    dev = path.with_name(path.name.replace("train", "dev"))
-    if dev != path and dev.exists():
-        return examples, read_examples(run, task, dev)
-    if len(examples) < 2:
-        raise UserError(f"{path}: one example cannot be learnt from and measured on; add more, or a file whose name says dev")
-    order = np.random.default_rng(0).permutation(len(examples))
-    n_dev = max(1, len(examples) // 10)
-    return [examples[i] for i in order[n_dev:]], [examples[i] for i in order[:n_dev]]
-
-
-def answerable(run, questions, path):
-    """Those to train on: a question whose answer is no entity teaches nothing; in evaluation it counts as wrong (§4.4)."""
-    known = [e for e in questions if any(a in run.corpus.entity_index for a in e.answers)]
-    if not known:
-        raise UserError(f"{path}: no question has an answer that is an entity of the corpus; name answers as the corpus "
-                       "names its entities (data.py task maps those of published tasks)")
-    say(f"{len(known):,} of {len(questions):,} questions to train on have an answer that is an entity of the corpus "
-        f"({len(known) / len(questions):.1%}); the others are left out.")
-    return known
-
-
-def cloze(run, example, rng):
-    """A claim that is true as a question: what does one of its mentions name? None if it names no entity of the corpus."""
-    if example.label != data.CLAIM_LABELS.index("SUPPORTS"):
-        return None
-    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
-    known = [e for e in known if e == example.info.get("object")] or known      # the toy world's: the object is determined
-    return example._replace(label=None, answers=[known[rng.integers(len(known))]]) if known else None
-
-
-def wording(example):
-    """The text without its mentions, as "… was born in the city of …."."""
-    parts, at = [], 0
-    for mention in sorted(example.mentions, key=lambda m: m[:2]):       # entities may be None
-        parts.append(example.text[at:mention.start])
-        at = max(at, mention.end)
-    return "…".join([*parts, example.text[at:]])
-
-
-def disguise(batch):
-    """Every second cloze shows what the one before it hides, if that has as many words, in place of [MASK]s: as in a false
-    claim, what is retrieved must follow from the rest of the sentence and not from the name that stands there. Clozes
-    come sorted by their wording, so it is mostly a name that could be right."""
-    asked = batch.answer_mention[batch.answer > 0]
-    for shown, hidden in zip(asked[::2].tolist(), asked[1::2].tolist()):
-        one, other = ((batch.row[m], slice(batch.start[m] + 1, batch.end[m])) for m in (shown, hidden))
-        if torch.equal(batch.tokens[one], batch.tokens[other]):
-            batch.tokens[other] = batch.unmasked[one]
-    return batch
-
-
-def examples_batch(run, task, examples):
-    """A batch of examples as this run reads them; task None: only their texts."""
-    return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
-                              claim_mask=task == "claims" and run.settings.claim_mask)
-
-
-@torch.no_grad()
-def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, batch_size=64):
-    """{"accuracy", "n"} and for questions "recall@20"; every process works on the whole batch.
-
-    without: the field of an example ("subject", "bridge") whose article is taken out of the memory for that example.
-    attend: False switches the memory layers off; the answer to a question is still looked up."""
-    tome.eval()
-    corpus, right, recalled = run.corpus, [], []
-    entity_index = corpus.entity_index
-    if without:
-        memory = memory.by_article(corpus.article)
-    for first in range(0, len(examples), batch_size):
-        chosen = examples[first:first + batch_size]
-        batch = examples_batch(run, task, chosen).to(run.device)
-        if without:
-            articles = torch.tensor([corpus.article_index.get(e.info.get(without), -1) for e in chosen], device=run.device)
-            batch.passage = articles[batch.row]
-        H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
-        if task == "claims":
-            right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
-            continue
-        found = answer_question(tome, H, batch, memory)
-        predicted = predict_entity(found.scores, found.entity).entity.tolist()
-        for example, entity, top in zip(chosen, predicted, found.entity[:, :20].tolist()):
-            answers = {entity_index.get(answer, -1) for answer in example.answers}
-            right.append(entity in answers and entity > 0)
-            recalled.append(any(e in answers and e > 0 for e in top))
-    result = {"accuracy": float(np.mean(right)) if right else 0.0, "n": len(right)}
-    if recalled:
-        result["recall@20"] = float(np.mean(recalled))
-    return result
-
-
-def stage_finetune(run, task, schedule, examples_path, start=None, with_clozes=False):
-    """TOME on claims (three labels, FEVER's) or questions (eq. 10 at an appended [MASK]); app. B.1.
-
-    with_clozes: beside the claims in a batch stand as many true ones with a mention to be filled in, by the answer head (eq.
-    10) and by the last memory layer's own query. From labels alone it does not learn to retrieve what two facts say."""
-    tome, fingerprint = load_tome(run)
-    memory, training_memory = open_memory(run, tome, fingerprint)
-    start_from(run, tome, start)
-    examples, dev = read_task_examples(run, task, examples_path)
-    if task == "qa":
-        examples = answerable(run, examples, examples_path)
-    rng = np.random.default_rng([run.seed, 6])
-    clozes = [question for e in examples if (question := cloze(run, e, rng))] if with_clozes else []
-    if with_clozes and not clozes:
-        raise UserError(f"{examples_path}: no claim that is true has a mention of an entity of the corpus; give mentions with "
-                       "their entities (noun chunks have none), or leave out --cloze")
-    epochs = Epochs(lambda epoch: np.random.default_rng([run.seed, 4, epoch]).permutation(len(examples)))
-    beside = Epochs(lambda epoch: np.random.default_rng([run.seed, 5, epoch]).permutation(len(clozes)))
-    if task == "claims":    # A label that no example has is ruled out: to unlearn it took toy claims with it, to chance.
-        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
-        tome.claim.bias.data[list(absent)] = -1e4
-
-    def next_batch(step):
-        chosen = [examples[i] for i in epochs.at(step, schedule.batch)]
-        if not clozes:
-            return examples_batch(run, task, chosen)
-        return disguise(examples_batch(run, task, chosen + sorted(
-            (clozes[i] for i in beside.at(step, schedule.batch)), key=wording)))
-
-    def losses(model, batch):
-        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        parts, weight = {}, run.settings.cloze_weight if clozes else 1.0
-        if task == "claims":
-            known = batch.label >= 0
-            parts["claims"] = (1.0, share_of_mean(torch.nn.functional.cross_entropy(
-                claim_logits(model, H, batch)[known].float(), batch.label[known], reduction="none")))
-        if task == "qa" or clozes:
-            asked = batch.answer_mention[batch.answer > 0]
-            parts["qa"] = (weight, answer_loss(model, training_memory, answer_query(model, H, batch, asked), batch, run.settings.whole_softmax))
-            if clozes and layers[-1] is not None:
-                parts["asked"] = (weight, answer_loss(model, training_memory, layers[-1].query[asked], batch,
-                                                     run.settings.whole_softmax))
-        return parts
-
-    def evaluate(model):
-        return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
-
-    read = (examples, dev, clozes) if clozes else (examples, dev)
-    train_stage(run, task, tome, schedule, next_batch, losses, evaluate,
-                {"encoder": fingerprint, "start": start, "examples": zlib.crc32(repr(read).encode())})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
-
-
-def finished(run, stage):
-    """Whether a stage has left its result."""
-    if stage == "memory":
-        folder = run.out / "memory"
-        return (folder / "manifest.json").exists() and read_manifest(folder)["corpus"] == run.corpus.fingerprint
-    checkpoint = load_checkpoint(run.out / f"{stage}.pt", stage, run)
-    return checkpoint is not None and checkpoint["step"] >= checkpoint["steps"]
-
-
-def whole(least):
+def at_least(least):
+    """An argparse type."""
     def number(text):
         if not text.isdecimal() or not least <= int(text) < 2 ** 63:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
         return int(text)
     return number
 
-
-def rate(text):
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 10:
-        raise argparse.ArgumentTypeError(f"{text} is not a learning rate, a number above 0 such as 1e-3")
-    return number
-
-
 def one_setting(text):
     """NAME=VALUE -> (name, value), of the type that the field has."""
-    known = {f.name: f.default for f in (*fields(Settings), *fields(Config)) if isinstance(f.default, (int, float, str))
-             and f.name not in ("n_blocks", "vocab_size", "n_entities")}       # --blocks, and two that the corpus decides
+    known = {name: value for name, value in (vars(Settings()) | vars(Config())).items()
+             if name not in ("schedule", "n_blocks", "vocab_size", "n_entities")}
     name, _, value = text.partition("=")
     if name not in known:
-        raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(sorted(known))}")
+        raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(known)}")
     kind = type(known[name])
     try:
-        value = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        return name, {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"{text}: {name} is a {kind.__name__}") from None
-    if name == "memory" and value not in ("mentions", "entities", "none"):
-        raise argparse.ArgumentTypeError("memory is mentions, entities or none")
-    return name, value
-
 
 def add_search_arguments(parser):
-    parser.add_argument("--search", choices=("exact", "bucketed"), default="exact", help="of the memory (app. C.1)")
-    parser.add_argument("--n-search", type=whole(1), help="buckets that --search bucketed looks into (default 32), of "
-                        "4 sqrt(N) for N memories in a process")
+    parser.add_argument("--search", choices=("exact", "bucketed"), default="exact",
+                        help="of the memory (app. C.1)")
+    parser.add_argument("--n-search", type=at_least(1), help="buckets that --search bucketed looks "
+                        "into (default 32), of 4 sqrt(N) for N memories in a process")
 
+def buckets(search, n_search):
+    """How many buckets are searched; None: all memories are."""
+    if n_search and search != "bucketed":
+        raise UserError("--n-search goes with --search bucketed")
+    return (n_search or 32) if search == "bucketed" else None
+
+TRAINED = ("batch-tome", "tome", "finetune")
+GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
+             "append": ("memory",), "task": ("finetune",), "examples": ("finetune",),
+             "cloze": ("finetune",)}
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
-    parser.add_argument("--stage", choices=STAGES, required=True)
-    parser.add_argument("--preset", choices=list(PRESETS))
-    parser.add_argument("--corpus", help="JSON lines, plain or .gz (README, Your own corpus); none: the toy world")
-    parser.add_argument("--out", help="folder of the run (default: runs/<preset>)")
-    parser.add_argument("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
-    parser.add_argument("--task", choices=("claims", "qa"), help="for --stage finetune")
-    parser.add_argument("--examples", help="training examples for --stage finetune (default: the toy world's, one hop)")
-    parser.add_argument("--cloze", action="store_true", help="with --task claims: true claims with a mention to be filled in "
-                        "stand beside them, by which the last memory layer learns what to retrieve there")
-    parser.add_argument("--steps", type=whole(1), help="instead of the preset's, for the stage named")
-    parser.add_argument("--batch", type=whole(1), help="passages or examples a step, likewise")
-    parser.add_argument("--lr", type=rate, help="largest learning rate, likewise")
-    parser.add_argument("--seed", type=whole(0))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--init", help="folder of a BERT checkpoint that batch-tome starts from")
-    parser.add_argument("--append", metavar="FILE", help="a corpus file that --stage memory adds to the memory of a "
-                        "trained run: nothing is trained again")
-    parser.add_argument("--start", metavar="FILE", help="checkpoint whose weights stage tome or finetune starts from, "
-                        "instead of the stage before; scratch: fresh ones")
-    parser.add_argument("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of Settings or "
-                        "Config other than the preset's, such as memory=entities (a baseline); may be repeated")
-    parser.add_argument("--quiet", action="store_true", help="no report at the end")
+    add = parser.add_argument
+    add("--stage", choices=("batch-tome", "memory", "tome", "finetune"), required=True)
+    add("--preset", choices=list(PRESETS))
+    add("--corpus", help="JSON lines, plain or .gz (README); none: the toy world")
+    add("--out", help="folder of the run (default: runs/<preset>)")
+    add("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
+    add("--task", choices=("claims", "qa"), help="of --stage finetune")
+    add("--examples", metavar="FILE", help="to learn from (default: the toy world's, of one fact)")
+    add("--cloze", action="store_const", const=True, help="beside claims, learn to retrieve what "
+        "they name")
+    add("--steps", type=at_least(1), help="of the stage named, instead of the preset's")
+    add("--batch", type=at_least(1), help="passages or examples a step, likewise")
+    add("--lr", type=float, help="largest learning rate, likewise")
+    add("--seed", type=at_least(0))
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--init", metavar="FOLDER", help="a BERT checkpoint that batch-tome starts from")
+    add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
+    add("--start", metavar="FILE", help="start from the weights of this .pt file, or from scratch")
+    add("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of "
+        "Settings or Config, such as memory=entities (a baseline); may be repeated")
+    add("--quiet", action="store_true", help="no report at the end")
     add_search_arguments(parser)
     args = parser.parse_args(argv)
+    for flag, stages in GOES_WITH.items():
+        if getattr(args, flag) is not None and args.stage not in stages:
+            parser.error(f"--{flag} goes with --stage {' or '.join(stages)}")
+    if args.stage == "finetune" and not args.task:
+        parser.error("--stage finetune needs --task")
+    if args.cloze and args.task != "claims":
+        parser.error("--cloze goes with --task claims")
     args.set = dict(args.set) if args.set else None
     args.out = args.out or f"runs/{args.preset or 'toy'}"
-    if args.append and args.stage != "memory":
-        parser.error("--append goes with --stage memory")
-    if args.start and args.stage not in ("tome", "finetune"):
-        parser.error("--start goes with --stage tome and --stage finetune")
-    if (args.stage == "finetune") != (args.task is not None):
-        parser.error("--task goes with --stage finetune, and --stage finetune needs it")
-    if args.examples and args.stage != "finetune":
-        parser.error("--examples goes with --stage finetune")
-    if args.cloze and args.task != "claims":
-        parser.error("--cloze goes with --stage finetune --task claims")
-    if (args.steps or args.batch or args.lr) and args.stage == "memory":
-        parser.error("--steps, --batch and --lr do not go with --stage memory: it reads the corpus once")
     return args
 
-
 def train(args):
-    # what is wrong is said before hours of training, not after
-    for name, what in (("examples", "file of JSON lines (see the README)"), ("append", "file of JSON lines (see the README)"),
-                       ("start", "checkpoint, or scratch")):
+    """The stage named, after the stages before it that are not done."""
+    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr")}
+    check_values({name: value for name, value in flags.items() if value is not None}, "--")
+    flags["n_search"] = buckets(args.search, args.n_search)
+    for name in ("examples", "append", "start"):        # said before hours of training, not after
         path = getattr(args, name)
-        if path and not Path(path).exists() and (name, path) != ("start", "scratch"):
-            raise UserError(f"{path}: no such file; --{name} wants a {what}")
-    run = make_run(args)
-    if args.stage == "finetune":
-        data.read_examples(examples_file(run, args.task, args.examples), args.task)
-    baseline = run.config.memory != "mentions"      # it has no Mention Encoder to train, so no stages before tome
-    if baseline and args.stage in STAGES[:2]:
-        raise UserError(f"--stage {args.stage}: this run is of a baseline without mention memory; begin with --stage tome")
-    for stage in STAGES[2 * baseline:STAGES.index(args.stage) + 1]:
-        last = stage == args.stage
-        if not last and finished(run, stage):
+        if path and not os.path.isfile(path) and (name, path) != ("start", "scratch"):
+            raise UserError(f"{path}: no such file for --{name}")
+    if args.append:                     # never trains
+        read_run_file(args.out)
+        path = Path(args.out) / "batch-tome.pt"
+        checkpoint = read_checkpoint(path)
+        if checkpoint["evaluated"] < checkpoint["recipe"]["steps"]:
+            raise UserError(f"{path} is unfinished: --append wants a trained run")
+    run, kind = make_run(args), args.task or args.stage
+    if args.start:
+        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
+    if args.task:
+        path = Path(args.examples or toy_examples(run, kind, split="train"))
+        data.read_examples(path, kind)
+        files = [path, *dev_files(path)]
+        flags |= {"cloze": args.cloze, "examples": [checksum(file) for file in files]}
+    kinds = ["tome"] if run.is_baseline else ["batch-tome", "memory", "tome"]
+    if args.task:
+        kinds.append(kind)
+    if kind not in kinds:
+        raise UserError(f"--stage {kind}: this run is of a baseline without mention memory; begin "
+                        "with --stage tome")
+    for name in kinds[:kinds.index(kind) + 1]:
+        named, started = name == kind, time.time()
+        if name == "memory":
+            make_memory(run, args.append)
             continue
-        if not last:
-            say(f"Stage {stage} comes first.")
-        started = time.time()
-        name = args.task if stage == "finetune" else stage
-        schedule = run.settings.schedule.get(name)
-        if stage == "tome" and baseline:        # as many steps as TOME has had then
-            first = run.settings.schedule["batch-tome"]
-            schedule = replace(first, steps=first.steps + schedule.steps)
-        if schedule is not None:        # --steps, --batch and --lr, or what this stage was started with, or the preset's
-            if run.init and stage != "finetune":
-                schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
-            begun = load_checkpoint(run.out / f"{name}.pt", name, run) or asdict(schedule)
-            steps, batch, lr = ((getattr(args, name) if last else None) or begun[name] for name in ("steps", "batch", "lr"))
-            schedule = Schedule(steps, lr, min(schedule.warmup, steps // 10), batch)
-        if stage == "batch-tome":
-            stage_batch_tome(run, schedule)
-        elif stage == "memory":
-            stage_memory(run, args.append if last else None)
-        elif stage == "tome":
-            stage_tome(run, schedule, args.start if last else None)
-        else:
-            stage_finetune(run, args.task, schedule, args.examples, args.start, args.cloze)
-        say(f"Stage {stage} done in {time.time() - started:.0f} s.")
-    return run
+        recipe, checkpoint = plan(run, name, flags if named else None)
+        if checkpoint and checkpoint["evaluated"] >= recipe["steps"]:
+            if named:
+                say(f"{name}: already trained ({run.out / name}.pt).")
+            continue
+        if not named:
+            say(f"Stage {name} comes first.")
+        stage = STAGES[name](run, recipe, *([args.start, args.examples] if named else []))
+        train_stage(run, stage, recipe, checkpoint)
+        say(f"Stage {name} done in {time.time() - started:.0f} s.")
 
+def report(args):
+    """eval.py's report, as a command of its own."""
+    if ann.rank_and_size()[1] > 1:
+        say(f"Done; python eval.py --out {args.out} shows what was learnt.")
+        return 0
+    command = [sys.executable, Path(__file__).with_name("eval.py"), "--out", args.out]
+    for flag in ("task", "device", "search", "n_search"):
+        if getattr(args, flag):
+            command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    sys.stdout.flush()
+    return subprocess.run(command).returncode
 
 def main(argv=None):
-    args = parse_arguments(argv)
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    handlers = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
-        if several:
-            cuda = args.device != "cpu" and torch.cuda.is_available()
-            if cuda:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # A process that dies closes its connections: the others know at once. The limit is for those that are
-            # alive and wait, above all while the first one tokenises the corpus.
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
-        with alone_in(args.out):
-            run = train(args)
-        if args.stage != "memory" and not args.quiet:
-            import eval as evaluation       # the report at the end is eval.py's; it imports this file
-            evaluation.report(run, args.stage, args.task)
-        return 0
+        with signals_to(leave):
+            fast_matmul()
+            if several:
+                cuda = args.device != "cpu" and torch.cuda.is_available()
+                if cuda:
+                    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+                # A process that dies closes its connections, so the others know at once. The limit
+                # is for the living, which wait while the first one tokenises the corpus.
+                dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
+            with alone_in(args.out):
+                train(args)
+            if args.stage in ("tome", "finetune") and not args.quiet:
+                return report(args)
+            return 0
     except Stop as stop:
         say(str(stop))
         return 130
     except (UserError, CheckpointError, OSError) as error:
-        tqdm.write(f"train.py: {error}", file=sys.stderr)       # on a line of its own, not behind a progress bar
+        tqdm.write(data.printable(f"train.py: {error}"), file=sys.stderr)
         return 1
-    except RuntimeError as error:           # gloo has no exception of its own
-        if not (several and ("gloo" in str(error) or isinstance(error, dist.DistError))):
+    except RuntimeError as error:           # neither gloo nor a full memory has an exception
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        if several and ("gloo" in str(error) or isinstance(error, dist.DistError)):
+            reason = f"another process has ended or cannot be reached ({reason})"
+        elif "allocate" not in str(error) and "out of memory" not in str(error):
             raise
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]       # without the place in gloo's source
-        tqdm.write(f"train.py: another process has ended or cannot be reached ({reason}); the same command goes on from "
-                   "the last checkpoint", file=sys.stderr)
+        tqdm.write(f"train.py: {reason}; the same command goes on from the last checkpoint",
+                   file=sys.stderr)
         return 1
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if several and dist.is_initialized():
             dist.destroy_process_group()
 
-
 if __name__ == "__main__":
-    import train            # under its own name: eval.py imports it too, and there must be one of each exception
-    sys.exit(train.main())
+    sys.exit(main())

@@ -1,11 +1,12 @@
-"""What machines do to a run, done on purpose: kills, damaged files, bad lines, full disks.
+"""What machines do to a run, done on purpose: kills, power cuts, damaged files, bad lines, full disks.
 
-    python tests/faults.py                 the whole campaign, with its figures (ten minutes on one core)
-    python tests/faults.py kill corrupt    parts of it: kill, processes, corrupt, fuzz, leak, memory
+    python tests/faults.py                 the whole campaign, with its figures (hours on one core)
+    python tests/faults.py kill corrupt    parts of it: kill, power, moment, corrupt, fuzz, leak, memory
+    python tests/faults.py kill power 10   only one in ten of the file operations
 
-tests/test_faults.py runs a few faults of each kind. A fault is injected into a forked child that runs a user's command
-on a very small model; whatever happens to it, the same command is given again, and the folder is compared, file by
-file, with that of a run to which nothing happened.
+tests/test_faults.py runs a few faults of each kind. A fault is injected into a forked child that
+runs a user's command on a very small model. Whatever happens to it, the same command is given
+again, and the folder is compared, file by file, with that of a run to which nothing happened.
 """
 import io
 import itertools
@@ -33,6 +34,8 @@ import eval as evaluation
 import memory
 import train
 
+MORE = ("first", "second", "third")         # corpus files to append
+
 SHARED = Path(os.environ.get("TOME_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 1, "cluster": 8, "log_every": 3,
          "save_every": 2, "eval_mentions": 8, "key_dim": 16, "value_dim": 16, "coref_dim": 16, "vocab": 600, "k": 8,
@@ -48,21 +51,30 @@ def shrink():
 
 
 def write_world(folder, subjects=24):
-    """corpus.jsonl and qa.train.jsonl of a few subjects of the toy world."""
+    """corpus.jsonl, qa.train.jsonl and corpora to append, of a few subjects of the toy world."""
     lines, examples = data.toy_world(seed=3)
     seen = {line["title"] for line in lines if line["split"] == "train"}
     keep = {*sorted(seen)[:subjects], *sorted({line["title"] for line in lines} - seen)[:4]}
     rows = [e for e in examples["qa.one_hop.train"] if e["subject"] in keep][:24]
     for name, records in (("corpus", [line for line in lines if line["title"] in keep]), ("qa.train", rows)):
         data.write_lines(folder / f"{name}.jsonl", records)
+    others = sorted(seen - keep)
+    for i, name in enumerate(MORE):
+        titles = others[5 * i:5 * i + 5]
+        data.write_lines(folder / f"{name}.jsonl", [line for line in lines if line["title"] in titles])
 
 
 def command(stage, world, out, *more):
-    """The arguments of train.py for a stage; "corpus" is the preparation that batch-tome begins with."""
-    name = "batch-tome" if stage == "corpus" else stage
-    arguments = ["--stage", name, "--corpus", world / "corpus.jsonl", "--out", out]
-    if stage == "finetune":
-        arguments += ["--task", "qa", "--examples", world / "qa.train.jsonl"]
+    """The arguments of train.py for a stage. "corpus": the preparation that batch-tome begins with;
+    "append first": adding that corpus to the memory."""
+    name, _, file = stage.partition(" ")
+    arguments = ["--corpus", world / "corpus.jsonl", "--out", out, "--quiet"]
+    if file:
+        arguments += ["--stage", "memory", "--append", world / f"{file}.jsonl"]
+    elif name == "finetune":
+        arguments += ["--stage", name, "--task", "qa", "--examples", world / "qa.train.jsonl"]
+    else:
+        arguments += ["--stage", "batch-tome" if name == "corpus" else name]
     return [str(a) for a in [*arguments, *more]]
 
 
@@ -85,7 +97,7 @@ class Child:
                 sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.environ.update(environment)
-                evaluation.report = lambda *_: None         # it only reads
+                sys.dont_write_bytecode = True
                 shrink()
                 fault()
                 code = main(arguments)
@@ -118,30 +130,116 @@ def run(arguments, fault=lambda: None, **more):
     return Child(arguments, fault, **more).wait()
 
 
-def die_at_write(n):
-    """A fault: killed at the n-th file that is written, half of it on the disk under its temporary name."""
-    def fault():
-        count, real = itertools.count(1), os.fsync
+# ---- file operations
 
-        def fsync(fd):
-            if next(count) == n:
-                os.ftruncate(fd, os.fstat(fd).st_size // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            real(fd)
-        os.fsync = fsync
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
+
+
+def path_of(name, folder_fd=-1):
+    """The whole path of an audit event's name, which may be relative to an open folder."""
+    name = os.fsdecode(name)
+    if folder_fd is not None and folder_fd >= 0:
+        name = os.path.join(os.readlink(f"/proc/self/fd/{folder_fd}"), name)
+    return os.path.abspath(name)
+
+
+def watch_operations(before):
+    """Calls before(what, *paths) ahead of every change to files from now on: a file opened for
+    writing ("open"), CHANGES, and "fsync"."""
+    real = os.fsync
+
+    def hook(event, args):
+        if event == "open" and isinstance(args[2], int) and isinstance(args[0], (str, bytes)):
+            if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                before("open", path_of(args[0]))
+        elif event in ("os.rename", "os.link"):
+            before(event, path_of(args[0], args[2]), path_of(args[1], args[3]))
+        elif event in CHANGES:
+            before(event, path_of(args[0], args[-1] if event != "os.truncate" else -1))
+
+    def fsync(fd):
+        before("fsync", os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+    os.fsync = fsync
+    sys.addaudithook(hook)
+
+
+def count_operations(file):
+    """Not a fault: notes each operation in a file."""
+    def fault():
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        watch_operations(lambda what, *paths: os.write(fd, f"{what} {paths[0]}\n".encode()))
     return fault
 
 
-def die_at_rename(n):
-    """A fault: killed before the n-th file gets its name."""
+def die_at(n):
+    """A fault: SIGKILL before the n-th file operation. Of what is being written then, a temporary
+    file or a line of the log, only a part has reached the disk."""
     def fault():
-        count, real = itertools.count(1), os.replace
+        count = itertools.count(1)
 
-        def rename(*names):
+        def before(what, *paths):
             if next(count) == n:
+                if what == "fsync" and paths[0].endswith((".tmp", ".jsonl")):
+                    size = os.path.getsize(paths[0])
+                    os.truncate(paths[0], size // 2 if paths[0].endswith(".tmp") else size - 9)
                 os.kill(os.getpid(), signal.SIGKILL)
-            real(*names)
-        os.replace = rename
+        watch_operations(before)
+    return fault
+
+
+def power_cut_at(n):
+    """A fault: at the n-th file operation everything is lost that was not made durable: what was
+    written to a file since its last fsync, and names that were given, changed or removed since the
+    last fsync of their folder."""
+    def fault():
+        count, written, names, over = itertools.count(1), {}, [], []
+
+        def held(path):
+            return Path(path).read_bytes() if os.path.isfile(path) else None
+
+        def before(what, *paths):
+            if over:
+                return
+            if next(count) == n:
+                over.append(True)
+                lose()
+                os.kill(os.getpid(), signal.SIGKILL)
+            first, last = paths[0], paths[-1]
+            if what == "open":
+                if not os.path.exists(first):
+                    names.append(("made", first, None, None))
+                    written[first] = None
+                elif os.path.isfile(first):
+                    written.setdefault(first, held(first))
+            elif what == "fsync":
+                written.pop(first, None)
+                names[:] = [change for change in names if os.path.dirname(change[1]) != first]
+            elif what in ("os.mkdir", "os.link"):
+                if not os.path.exists(last):
+                    names.append(("made", last, None, None))
+            elif what == "os.remove":
+                if os.path.isfile(first):
+                    names.append(("removed", first, None, held(first)))
+            elif what == "os.rename":
+                names.append(("renamed", last, first, held(last)))
+                for path in [p for p in written if p == first or p.startswith(first + os.sep)]:
+                    written[last + path[len(first):]] = written.pop(path)
+
+        def lose():
+            for path, content in written.items():
+                if os.path.exists(path):
+                    Path(path).write_bytes(content or b"")
+            for how, path, source, content in reversed(names):
+                if how == "made" and os.path.isdir(path):
+                    shutil.rmtree(path)
+                elif how == "made" and os.path.exists(path):
+                    os.unlink(path)
+                elif how == "renamed" and os.path.exists(path):
+                    os.rename(path, source)
+                if content is not None and os.path.isdir(os.path.dirname(path)):
+                    Path(path).write_bytes(content)
+        watch_operations(before)
     return fault
 
 
@@ -180,78 +278,75 @@ def difference(out, expected):
                                                                  if not equal(found[n], expected[n])})
 
 
-STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
+STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune", "append first", "append second",
+          "append third")
 
 
 class Reference:
-    """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage], its contents."""
+    """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage],
+    its contents; operations[stage], what the stage did to files. `run`: after finetune."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.run = folder, folder / "run"
         folder.mkdir(exist_ok=True)
         write_world(folder)
-        self.before, self.after, self.seconds, self.writes = {}, {}, {}, {}
-        out = folder / "run"
+        self.before, self.after, self.seconds, self.operations = {}, {}, {}, {}
+        out, counted = folder / "working", folder / "counted"
+        out.mkdir()
         for stage in STAGES:
             if stage == "batch-tome":           # with the corpus, without anything trained
-                shutil.rmtree(out)
-                out.mkdir()
-                shutil.copytree(self.before_run / "corpus", out / "corpus")
-                shutil.copy(self.before_run / "run.json", out)
-            self.before[stage] = folder / f"before-{stage}"
-            if out.exists():
-                shutil.copytree(out, self.before[stage])
-            else:
-                self.before[stage].mkdir()
-            counted = folder / "counted"
-
-            def count():
-                real = os.replace
-
-                def rename(*names):
-                    real(*names)
-                    with open(counted, "a") as file:
-                        file.write("x")
-                os.replace = rename
-            code, said, self.seconds[stage] = run(command(stage, folder, out), count)
+                for path in (*out.glob("*.pt"), out / "log.jsonl"):
+                    path.unlink()
+            self.before[stage] = folder / f"before {stage}"
+            shutil.copytree(out, self.before[stage])
+            code, said, self.seconds[stage] = run(command(stage, folder, out), count_operations(counted))
             assert code == 0, said
-            self.writes[stage] = counted.stat().st_size
+            self.operations[stage] = counted.read_text().splitlines()
             counted.unlink()
             self.after[stage] = contents(out)
-            if stage == "corpus":
-                self.before_run = folder / "first"
-                shutil.copytree(out, self.before_run)
+            if stage == "finetune":
+                shutil.copytree(out, self.run)
+
+    def before_contents(self, stage):
+        return contents(self.before[stage])
 
     def fresh(self, stage):
-        """A folder as the stage finds it, to be spoilt. Its name is always the same: run.json does not hold it."""
+        """A folder as the stage finds it, to be spoilt. Its name is always the same."""
         out = self.folder / "spoilt"
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(self.before[stage], out)
         return out
 
 
-def kills(reference, stage, n, rng):
-    """n kills of a stage, each followed by the same command. Returns how many died, and what went wrong."""
-    died, wrong = 0, []
-    for i in range(n):
-        out = reference.fresh(stage)
-        arguments = command(stage, reference.folder, out)
-        kind = ("time", "write", "rename")[i % 3]
-        at = rng.uniform(0, reference.seconds[stage]) if kind == "time" else rng.randint(1, reference.writes[stage])
-        fault = {"time": lambda: None, "write": die_at_write(at), "rename": die_at_rename(at)}[kind]
-        child = Child(arguments, fault)
-        if kind == "time":
-            time.sleep(at)
-            os.kill(child.pid, signal.SIGKILL)
-        code, said, _ = child.wait()
-        died += code == -signal.SIGKILL
-        if code not in (0, -signal.SIGKILL):
-            wrong.append(f"{stage}, {kind} {at}: ended with {code}: {said[-500:]}")
-        code, said, _ = run(arguments)
-        if code or (differs := difference(out, reference.after[stage])):
-            wrong.append(f"{stage}, {kind} {at}: {said[-500:] if code else f'{differs} differ'}")
-    return died, wrong
+def after_fault(reference, stage, fault, kill_after=None):
+    """The stage with a fault, then the same command again: (did it die, what went wrong or None)."""
+    out = reference.fresh(stage)
+    arguments = command(stage, reference.folder, out)
+    child = Child(arguments, fault)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child.pid, signal.SIGKILL)
+    code, said, _ = child.wait()
+    if code not in (0, -signal.SIGKILL):
+        return False, f"ended with {code}: {said[-500:]}"
+    died = code == -signal.SIGKILL
+    code, said, _ = run(arguments)
+    if code:
+        return died, said[-500:]
+    differs = difference(out, reference.after[stage])
+    return died, f"{differs} differ" if differs else None
 
+
+def kills(reference, stage, fault, points):
+    """A fault at each of these operations (1, 2, …). Returns how many died, and what went wrong."""
+    died, wrong = 0, []
+    for n in points:
+        dead, problem = after_fault(reference, stage, fault(n))
+        died += dead
+        if problem:
+            wrong.append(f"{stage}, {fault.__name__}({n}), {reference.operations[stage][n - 1]}: "
+                         f"{problem}")
+    return died, wrong
 
 
 # ---- several processes
@@ -313,19 +408,22 @@ def quietly(main, arguments):
 
 # kind of file -> (its names, the run it is spoilt in, the command that reads it)
 KINDS = {
-    "run.json": ("run.json", "done", "eval"), "corpus arrays": ("corpus/*.bin", "done", "eval"),
-    "corpus meta": ("corpus/meta.json", "done", "eval"), "corpus names": ("corpus/[te]*s.json", "done", "eval"),
-    "tokenizer": ("corpus/tokenizer.json", "done", "eval"), "tome.pt": ("tome.pt", "done", "eval"),
-    "qa.pt": ("qa.pt", "done", "eval qa"), "manifest": ("memory/manifest.json", "done", "eval"),
-    "memory arrays": ("memory/*.npy", "done", "eval"), "batch-tome.pt": ("batch-tome.pt", "memory", "memory"),
-    "shard records": ("memory/shard-*.json", "half a memory", "memory"),
+    "run.json": ("run.json", "done", "eval"), "corpus arrays": ("corpus-*/*.bin", "done", "eval"),
+    "corpus meta": ("corpus-*/meta.json", "done", "eval"),
+    "corpus names": ("corpus-*/[te]*s.json", "done", "eval"),
+    "tokenizer": ("corpus-*/tokenizer.json", "done", "eval"), "tome.pt": ("tome.pt", "done", "eval"),
+    "qa.pt": ("qa.pt", "done", "eval qa"), "manifest": ("memory-*/manifest.json", "done", "eval"),
+    "memory arrays": ("memory-*/*.npy", "done", "eval"),
+    "batch-tome.pt": ("batch-tome.pt", "memory", "memory"),
+    "shard records": ("memory-*.part/shard-*.json", "half a memory", "memory"),
     "tome.pt, half trained": ("tome.pt", "half a tome", "tome"), "log.jsonl": ("log.jsonl", "half a tome", "tome")}
 
 
 def halves(reference):
     """The folders in which KINDS are spoilt: a whole run, and stages cut off in the middle."""
-    folders = {"memory": reference.before["memory"], "done": reference.folder / "run"}
-    for name, stage, fault in (("half a memory", "memory", die_at_write(30)),
+    folders = {"memory": reference.before["memory"], "done": reference.run}
+    half = len(reference.operations["memory"]) // 2
+    for name, stage, fault in (("half a memory", "memory", die_at(half)),
                                ("half a tome", "tome", die_at_step(6))):
         out = reference.fresh(stage)
         run(command(stage, reference.folder, out), fault)
@@ -459,6 +557,7 @@ def fuzz_corpus(folder, lines, tokenizer):
     for n in sorted(numbers, reverse=True):
         del lines[n - 1]
     path.write_bytes(b"\n".join(lines))
+    shutil.rmtree(folder / "corpus", ignore_errors=True)
     try:
         corpus = data.Corpus.build(path, folder / "corpus", tokenizer, 32, 48)
     except data.UserError as error:
@@ -581,19 +680,19 @@ def peak_memory(source, folder, steps=3):
             if stage == "corpus":
                 def stop(*_):
                     raise train.UserError("the corpus is ready")
-                train.stage_batch_tome = stop
+                train.STAGES["batch-tome"] = stop
         code, said, seconds = Child(["--stage", "batch-tome" if stage == "corpus" else stage, "--corpus", str(corpus),
-                                     "--out", str(folder / "run")], watch).wait(1200)
+                                     "--out", str(folder / "run"), "--quiet"], watch).wait(1200)
         assert code == 0 or stage == "corpus", said
         result[stage] = round(float(peak.read_text()))
         print(f"    {source.name}, {stage}: {result[stage]} MB, {seconds:.0f} s", flush=True)
-    return result, data.Corpus.open(folder / "run" / "corpus").meta["counts"]
+    return result, data.Corpus(next((folder / "run").glob("corpus-*"))).meta["counts"]
 
 
 # ---- the campaign
 
 
-def campaign(parts, n_kills=20, n_corruptions=100, n_lines=2400):
+def campaign(parts, every=1, n_moments=20, n_corruptions=100, n_lines=2400):
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     rng, wrong, started = random.Random(0), [], time.time()
@@ -603,13 +702,25 @@ def campaign(parts, n_kills=20, n_corruptions=100, n_lines=2400):
 
     reference = Reference(folder / "reference")
     shrink()
-    evaluation.report = lambda *_: None
-    if "kill" in parts:
-        title(f"SIGKILL, {n_kills} times a stage: at random moments, in the middle of a write, before a rename")
+    for part, fault, what in (("kill", die_at, "SIGKILL before file operations"),
+                              ("power", power_cut_at, "power cuts at file operations")):
+        if part in parts:
+            title(f"{what}, every one" + (f" of {every}" if every > 1 else ""))
+            for stage in STAGES:
+                n = len(reference.operations[stage])
+                died, bad = kills(reference, stage, fault, range(1, n + 1, every))
+                wrong += bad
+                title(f"  {stage}: {n} operations, {died} died, {died - len(bad)} ended as if "
+                      "nothing had happened")
+    if "moment" in parts:
+        title(f"SIGKILL at {n_moments} random moments a stage")
         for stage in STAGES:
-            died, bad = kills(reference, stage, n_kills, rng)
+            results = [after_fault(reference, stage, lambda: None,
+                                   rng.uniform(0, reference.seconds[stage])) for _ in range(n_moments)]
+            bad = [f"{stage}: {problem}" for _, problem in results if problem]
             wrong += bad
-            title(f"  {stage}: {died} died, {n_kills - len(bad)} of {n_kills} ended as if nothing had happened")
+            title(f"  {stage}: {sum(died for died, _ in results)} died, {n_moments - len(bad)} of "
+                  f"{n_moments} ended as if nothing had happened")
     if "corrupt" in parts:
         title(f"damaged files, {n_corruptions} of each kind: bits flipped, cut off, overwritten with zeros, missing")
         folders = halves(reference)
@@ -637,4 +748,7 @@ def campaign(parts, n_kills=20, n_corruptions=100, n_lines=2400):
 
 
 if __name__ == "__main__":
-    sys.exit(campaign(sys.argv[1:] or ("kill", "corrupt", "fuzz", "leak", "memory")))
+    numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
+    words = [word for word in sys.argv[1:] if not word.isdecimal()]
+    every_part = ("kill", "power", "moment", "corrupt", "fuzz", "leak", "memory")
+    sys.exit(campaign(words or every_part, *numbers))

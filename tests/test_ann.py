@@ -98,6 +98,45 @@ def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     assert (nothing[1] == -1).all() and (nothing[0] == -np.inf).all()
 
 
+def test_plain_topk_is_a_full_sort_too():
+    queries, keys, query_passage, key_passage = small_integers(30, 700)
+    check(ann.plain_topk(queries, keys, 40), brute_force(queries, keys, 40))
+    check(ann.plain_topk(queries, keys, 900, query_passage, key_passage),
+          brute_force(queries, keys, 900, query_passage, key_passage))
+
+
+def test_a_key_that_is_not_finite_hides_no_neighbour():
+    keys = torch.ones(20, 2)
+    keys[7] = torch.nan
+    assert ann.exact_topk(torch.ones(1, 2), keys, 3)[1].tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("N", [40, 900, 40000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scores_that_are_not_finite_count_as_not_there(N, dtype):
+    queries, keys, query_passage, key_passage = small_integers(20, N)
+    queries[11] = torch.nan                             # finds nothing, and disturbs nobody
+    bad = torch.randperm(N, generator=torch.Generator().manual_seed(0))[:N // 10].split(3)
+    keys = keys * 1000 if dtype == torch.float32 else keys
+    for i, rows in enumerate(bad):
+        keys[rows, i % 16] = [torch.nan, torch.inf, -torch.inf, 3e38][i % 4]
+    keys = keys.to(dtype)                               # 3e38 overflows in float16, or in the product
+    scores = queries.double().numpy() @ keys.double().numpy().T
+    scores[~(np.abs(scores) < 3.4e38)] = -np.inf
+    own = (query_passage[:, None] == key_passage) & (query_passage[:, None] >= 0)
+    scores[own.numpy()] = -np.inf
+    ids = np.argsort(-scores, axis=1, kind="stable")[:, :30]
+    scores = np.take_along_axis(scores, ids, 1)
+    ids = np.where(np.isinf(scores), -1, ids)
+    index = ann.BucketedIndex(keys, 8, key_passage)
+    for found in (ann.plain_topk(queries, keys, 30, query_passage, key_passage),
+                  ann.exact_topk(queries, keys, 30, query_passage, key_passage),
+                  index.search(queries, 30, 8, query_passage)):
+        assert np.array_equal(found[1].numpy(), ids) and not found[0].isnan().any()
+        assert np.allclose(found[0].numpy(), scores)
+    assert (ids[11] == -1).all() and (np.delete(ids, 11, 0) >= 0).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keys_are_searched_exactly(dtype):
     generator = torch.Generator().manual_seed(1)

@@ -71,23 +71,21 @@ def finetune(run, task, path):
                        "--out", str(run)])
 
 
-def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path, monkeypatch):
+def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path):
     """One batch of both against each read alone, the sums of eq. 10 by hand."""
     claims = [data.Example(claim, data.find_mentions(claim, NAMES), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
     path = write(tmp_path / "claims.jsonl", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
                                               "label": data.CLAIM_LABELS[e.label]} for e in claims])
     true = [e for e in claims if data.CLAIM_LABELS[e.label] == "SUPPORTS"]
-    caught = {}
-    monkeypatch.setattr(train, "train_stage", lambda run, stage, model, schedule, next_batch, losses, *_: caught.update(
-        model=model.eval(), batch=next_batch(0), losses=losses))
     loaded, _, _ = train.open_run(run)
-    train.stage_finetune(loaded, "claims", train.Schedule(1, 1e-3, 0, len(claims)), path, with_clozes=True)
-    model, batch = caught["model"], caught["batch"]
+    recipe = {"kind": "claims", "cloze": True, "batch": len(claims), "n_search": None}
+    stage = train.finetune_stage(loaded, recipe, examples=path)
+    model, batch = stage.model.eval(), stage.next_batch(0)
     with torch.no_grad():
-        parts = {name: float(loss) for name, (_, loss) in caught["losses"](model, batch).items()}
+        parts = {name: float(loss) for name, (_, loss) in stage.losses(batch).items()}
     n = len(claims)
     assert parts.keys() == {"claims", "qa", "asked"} and (batch.answer > 0).tolist() == n * [False] + n * [True]
-    training, shown, hidden, by_hand = train.open_memory(loaded, model, None)[1], [], [], {"claims": [], "qa": [], "asked": []}
+    training, shown, hidden, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], [], [], {"claims": [], "qa": [], "asked": []}
     for r, row in enumerate(batch.tokens):
         label, at = int(batch.label[r]), int(batch.answer_mention[r])
         if r < n:
@@ -164,7 +162,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_task_is_learnt_from_and_measured(run, tmp_path, capsys, name):
-    task = "claims" if name in data.CLAIMS else "qa"
+    task = "claims" if name in data.CLAIM_TASKS else "qa"
     path = tmp_path / "examples.jsonl"
     data.task(name, [write(tmp_path / "published.json", PUBLISHED[name])], path,
               **({} if task == "claims" else {"corpus": run.parent / "corpus.jsonl"}))

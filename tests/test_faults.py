@@ -36,13 +36,18 @@ def small(monkeypatch):
     """The model and shards of faults.py in this process too."""
     monkeypatch.setitem(train.PRESETS, "toy", faults.MICRO)
     monkeypatch.setattr(memory, "PASSAGES_PER_SHARD", faults.SHARD)
-    monkeypatch.setattr(evaluation, "report", lambda *_: None)
 
 
 @pytest.fixture
 def done(reference, tmp_path):
     """A whole run, to be spoilt."""
-    return Path(shutil.copytree(reference.folder / "run", tmp_path / "run"))
+    return Path(shutil.copytree(reference.run, tmp_path / "run"))
+
+
+def only(out, kind):
+    """The folder of the run's corpus or memory."""
+    folder, = out.glob(f"{kind}-????????")
+    return folder
 
 
 def one_sentence(code, out, err, *words):
@@ -53,11 +58,44 @@ def one_sentence(code, out, err, *words):
 # -- killed anywhere
 
 
-@pytest.mark.parametrize("stage", ["memory", *(pytest.param(stage, marks=pytest.mark.slow) for stage in faults.STAGES
-                                               if stage != "memory")])
-def test_a_killed_stage_started_again_ends_as_if_nothing_had_happened(reference, stage):
-    died, wrong = faults.kills(reference, stage, 3, random.Random(1))
-    assert died >= 2 and not wrong
+@pytest.mark.parametrize("fault", [faults.die_at, faults.power_cut_at])
+@pytest.mark.parametrize("stage, points", [
+    ("corpus", 1), ("batch-tome", 1), ("memory", 1), ("append first", 1), ("append third", 1),
+    *(pytest.param(stage, 4, marks=pytest.mark.slow) for stage in faults.STAGES)])
+def test_a_stage_cut_off_at_a_file_operation_and_started_again_ends_as_if_nothing_had_happened(
+        reference, stage, points, fault):
+    """One or a few of the operations that tests/faults.py goes through one by one."""
+    n = len(reference.operations[stage])
+    chosen = random.Random(f"{stage} {points}").sample(range(1, n + 1), points)
+    died, wrong = faults.kills(reference, stage, fault, chosen)
+    assert died == points and not wrong
+
+
+@pytest.mark.parametrize("fault", [faults.die_at, faults.power_cut_at])
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_append_cut_off_around_its_commit_goes_forward_or_back(reference, small, fault, late):
+    """run.json names the corpus: before it is replaced the old state counts, then the new one."""
+    operations = reference.operations["append second"]
+    commit, = (i for i, what in enumerate(operations, 1) if what.startswith("os.rename") and "run.json" in what)
+    died, wrong = faults.kills(reference, "append second", fault, [commit + late])
+    assert died == 1 and not wrong
+    out = reference.fresh("append second")
+    run(command("append second", reference.folder, out), fault(commit + late))
+    before, after = (dict.fromkeys(name.split("/")[0] for name in held if "-" in name.split("/")[0]) for held in (
+        reference.before_contents("append second"), reference.after["append second"]))
+    there = {path.name for path in out.iterdir()}
+    assert there >= before.keys() or there >= after.keys()          # never neither
+    assert evaluation.main(["--out", str(out), "--json"]) == 0      # and it can be read meanwhile
+
+
+def test_another_command_after_an_append_that_was_cut_off_takes_it_back(reference, small):
+    out = reference.fresh("append second")
+    operations = reference.operations["append second"]
+    commit, = (i for i, what in enumerate(operations, 1) if what.startswith("os.rename") and "run.json" in what)
+    run(command("append second", reference.folder, out), faults.die_at(commit))
+    assert difference(out, reference.before_contents("append second"))
+    assert quietly(train.main, command("tome", reference.folder, out))[0] == 0
+    assert not set(difference(out, reference.before_contents("append second"))) - {"run.json.tmp"}
 
 
 @pytest.mark.parametrize("stage, number", [("corpus", signal.SIGTERM), ("batch-tome", signal.SIGINT),
@@ -82,7 +120,7 @@ def test_a_signal_saves_says_how_to_go_on_and_leaves_nothing_half_written(refere
 
     code, said, _ = run(arguments, fault)
     assert code == 130 and "the same command goes on" in said and "Traceback" not in said, said
-    assert not [p for p in out.rglob("*.tmp*")]
+    assert not list(out.rglob("*.tmp"))
     if stage == "batch-tome":
         assert torch.load(out / "batch-tome.pt", weights_only=True)["step"] == 3
     code, said, _ = run(arguments)
@@ -121,7 +159,7 @@ def test_when_one_of_two_processes_dies_the_other_says_so_and_the_same_command_g
     (code, said, _), (killed, _, _) = both(out, lambda: (no_dropout(), faults.die_at_step(4)()))
     assert killed == -signal.SIGKILL and code == 1 and "Traceback" not in said
     assert "another process has ended" in said and "the same command goes on" in said
-    assert torch.load(out / "batch-tome.pt", weights_only=True)["step"] == 2
+    assert torch.load(out / "batch-tome.pt", weights_only=True)["step"] == 3
     shutil.copytree(out, alone)
     assert [code for code, _, _ in both(out)] == [0, 0]
     assert not difference(out, contents(whole))
@@ -138,7 +176,7 @@ def test_when_one_of_two_processes_dies_the_other_says_so_and_the_same_command_g
 def test_a_process_that_dies_while_the_memory_is_built_ends_the_other(reference):
     out = reference.fresh("memory")
     (code, said, _), (killed, _, _) = ended(faults.several(command("memory", reference.folder, out),
-                                                           [lambda: None, faults.die_at_write(9)]))
+                                                           [lambda: None, faults.die_at(9)]))
     assert killed == -signal.SIGKILL and code == 1 and "another process has ended" in said, said
     code, said, _ = run(command("memory", reference.folder, out))
     assert code == 0 and not difference(out, reference.after["memory"]), said
@@ -170,14 +208,13 @@ def test_damage_is_found_and_named_or_changes_nothing(reference, small, kind):
 
 
 def test_what_the_message_says_about_a_damaged_shard_helps(reference, done, small):
-    shard = done / "memory" / "keys-00002.npy"
+    folder = only(done, "memory")
+    shard = folder / "keys-00002.npy"
     faults.spoil(shard, random.Random(0), "flip")
-    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), "manifest.json and shard-00002.json",
-                 "--stage memory")
-    for name in ("manifest.json", "shard-00002.json"):
-        (done / "memory" / name).unlink()
+    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), f"remove {folder}", "--stage memory")
+    shutil.rmtree(folder)
     assert quietly(train.main, command("memory", reference.folder, done))[0] == 0
-    assert not difference(done, contents(reference.folder / "run"))
+    assert not difference(done, contents(reference.run))
 
 
 @pytest.fixture(scope="module")
@@ -190,24 +227,23 @@ def stranger(reference, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("files, arguments, words", [
-    (["tome.pt"], None, ["tome.pt", "another"]),
-    (["batch-tome.pt"], ["--stage", "tome"], ["batch-tome.pt", "another"]),
-    (["memory"], None, ["memory", "another mention encoder"]),
-    (["memory/manifest.json"], None, ["memory", "another mention encoder"]),
-    (["corpus"], None, ["another"]),
-    (["corpus/tokenizer.json"], None, ["tokenizer.json", "damaged"]),
-    (["run.json"], None, ["another"]),
-])
-def test_what_belongs_to_another_run_is_refused(stranger, done, small, files, arguments, words):
-    for name in files:
-        to = done / name
-        shutil.rmtree(to) if to.is_dir() else to.unlink()
-        (shutil.copytree if (stranger / name).is_dir() else shutil.copy)(stranger / name, to)
-    if arguments:
-        (done / "tome.pt").unlink()
+@pytest.mark.parametrize("name, words", [
+    ("tome.pt", "tome.pt was made from another corpus"), ("batch-tome.pt", "made from another batch-tome"),
+    ("memory", "another mention encoder"), ("corpus", "was made with --"), ("run.json", "is missing"),
+    ("corpus/tokenizer.json", "tokenizer.json")])
+def test_what_belongs_to_another_run_is_refused(stranger, done, small, name, words):
+    folder, _, inner = name.partition("/")
+    if folder in ("corpus", "memory"):
+        ours, theirs = only(done, folder), only(stranger, folder)
+    else:
+        ours, theirs = done / folder, stranger / folder
+    if ours.is_dir() and not inner:
+        shutil.rmtree(ours)
+        shutil.copytree(theirs, ours)
+    else:
+        shutil.copy(theirs / inner, ours / inner)
     before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
-    one_sentence(*quietly(train.main if arguments else evaluation.main, [*(arguments or []), "--out", done]), *words)
+    one_sentence(*quietly(evaluation.main, ["--out", done]), words)
     assert before == {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
 
 
@@ -219,28 +255,49 @@ def change(path, **values):
         data.write_json(path, {**data.read_json(path), **values})
 
 
-@pytest.mark.parametrize("name, values, words", [
-    ("tome.pt", {"format": 1}, ["tome.pt", "format (1,"]), ("tome.pt", {"stage": "qa"}, ["stage (qa,"]),
-    ("tome.pt", {"preset": "mini"}, ["preset (mini,"]), ("tome.pt", {"seed": 9}, ["seed (9,"]),
-    ("tome.pt", {"blocks": 2}, ["blocks (2,"]), ("tome.pt", {"corpus": 2}, ["corpus (2,"]),
-    ("tome.pt", {"encoder": "0" * 64}, ["another mention encoder"]),
-    ("run.json", {"format": 1}, ["run.json", "format 1"]),
-    ("memory/manifest.json", {"format": 1}, ["manifest.json", "format 1"]),
-    ("memory/manifest.json", {"corpus": {}}, ["another corpus"]),
-    ("corpus/meta.json", {"format": 0}, ["format 0"])])
-def test_another_format_preset_stage_or_encoder_is_named(done, small, name, values, words):
-    change(done / name, **values)
+@pytest.mark.parametrize("name, recipe, words", [
+    ("tome.pt", {"format": 1}, ["tome.pt", "another format"]), ("tome.pt", {"kind": "qa"}, ["--kind qa, not tome"]),
+    ("tome.pt", {"seed": 9}, ["--seed 9, not 0"]), ("tome.pt", {"n_blocks": 2}, ["--n_blocks 2, not 1"]),
+    ("tome.pt", {"clip": 2.0}, ["--clip 2.0, not 1.0"]), ("tome.pt", {"steps": "many"}, ["tome.pt"]),
+    ("tome.pt", {"made_from": {}}, ["made from another corpus"]), ("tome.pt", {"lr": 3}, ["tome.pt"]),
+    ("tome.pt", {"made_from": 3}, ["tome.pt"])])
+def test_a_checkpoint_of_another_recipe_is_named(done, small, name, recipe, words):
+    whole = torch.load(done / name, weights_only=True)
+    change(done / name, recipe=whole["recipe"] | recipe)
     one_sentence(*quietly(evaluation.main, ["--out", done]), *words)
 
 
+@pytest.mark.parametrize("name, values, words", [
+    ("tome.pt", {"encoder": "0" * 64}, ["another mention encoder"]), ("run.json", {"format": 1}, ["run.json", "format 1"]),
+    ("run.json", {"preset": "huge"}, ["run.json"]), ("run.json", {"set": 3}, ["run.json"]),
+    ("run.json", {"blocks": "x"}, ["run.json"]), ("run.json", {"appended": [1]}, ["corpus-"]),
+    ("memory/manifest.json", {"format": 1}, ["manifest.json", "format 1"]),
+    ("corpus/meta.json", {"format": 0}, ["format 0"]), ("corpus/meta.json", {"recipe": {}}, ["corpus-"])])
+def test_another_format_or_encoder_is_named(done, small, name, values, words):
+    folder, _, inner = name.partition("/")
+    change(only(done, folder) / inner if inner else done / name, **values)
+    one_sentence(*quietly(evaluation.main, ["--out", done]), *words)
+
+
+def test_a_deeply_nested_run_file_is_one_sentence(done, small):
+    for text in ("[" * 100_000, '{"a":' * 100_000, ""):
+        (done / "run.json").write_text(text)
+        one_sentence(*quietly(evaluation.main, ["--out", done]), "run.json", "damaged")
+
+
 def test_a_stage_is_not_taken_up_with_another_encoder_or_other_examples(reference, done, small):
-    change(done / "qa.pt", step=2)
+    change(done / "qa.pt", evaluated=2, step=2)
     other = reference.folder / "other.jsonl"
     other.write_text("\n".join((reference.folder / "qa.train.jsonl").read_text().splitlines()[1:]))
     one_sentence(*quietly(train.main, ["--stage", "finetune", "--task", "qa", "--examples", other, "--out", done]),
-                 "qa.pt", "another examples")
-    change(done / "tome.pt", step=2, encoder="0" * 64)
-    one_sentence(*quietly(train.main, command("tome", reference.folder, done)), "tome.pt", "another encoder")
+                 "qa.pt was made with --examples")
+    (done / "tome.pt").unlink()
+    (done / "batch-tome.pt").unlink()
+    batch_tome = *command("batch-tome", reference.folder, done), "--steps", "4"
+    assert quietly(train.main, batch_tome)[0] == 0
+    assert quietly(train.main, command("memory", reference.folder, done))[0] == 0
+    shutil.copy(reference.run / "tome.pt", done)
+    one_sentence(*quietly(train.main, command("tome", reference.folder, done)), "tome.pt was made from another batch-tome")
 
 
 def test_a_corpus_that_changes_between_stages_is_refused(reference, done, small, tmp_path):
@@ -254,8 +311,14 @@ def test_a_corpus_that_changes_between_stages_is_refused(reference, done, small,
 
 
 def test_results_without_a_run_file_are_not_overwritten(done, small, reference):
+    """What they are they say themselves: the command that made them finds them, another is refused."""
+    before = contents(done)
     (done / "run.json").unlink()
-    one_sentence(*quietly(train.main, command("tome", reference.folder, done)), "no run.json", "batch-tome.pt")
+    one_sentence(*quietly(train.main, command("tome", reference.folder, done, "--set", "clip=2")), "batch-tome.pt", "--clip")
+    (done / "run.json").unlink()
+    one_sentence(*quietly(train.main, command("tome", reference.folder, done, "--set", "vocab=500")), "run.json", "missing")
+    assert quietly(train.main, command("tome", reference.folder, done))[0] == 0
+    assert not difference(done, before)
 
 
 # -- rubbish in
@@ -276,9 +339,9 @@ def test_no_mutated_line_of_2000_is_lost_or_breaks_anything(tmp_path):
 @pytest.mark.parametrize("arguments, words", [
     ("--stage nonsense", "invalid choice"), ("", "--stage"), ("--stage tome --steps -5", "of at least 1"),
     ("--stage tome --steps 0", "whole number"), ("--stage tome --steps 1e3", "whole number"),
-    ("--stage tome --lr fast", "not a learning rate"), ("--stage tome --lr 0", "not a learning rate"),
+    ("--stage tome --lr fast", "invalid float"),
     ("--stage tome --seed -1", "whole number"), ("--stage tome --seed " + "9" * 30, "whole number"),
-    ("--stage memory --steps 5", "do not go with --stage memory"), ("--stage finetune", "needs it"),
+    ("--stage memory --steps 5", "--steps goes with"), ("--stage finetune", "needs --task"),
     ("--stage tome --task qa", "--task goes with"), ("--stage tome --examples x", "--examples goes with"),
     ("--stage finetune --task qa --cloze", "--cloze goes with"),
     ("--stage tome --blocks 3", "invalid choice"), ("--stage tome --preset huge", "invalid choice"),
@@ -345,7 +408,7 @@ def test_a_loss_that_is_no_number_names_step_and_batch(reference, small, tmp_pat
         return [b for b in batches if len(b) == faults.MICRO["schedule"]["batch-tome"].batch]
     one_sentence(*quietly(train.main, command("batch-tome", reference.folder, tmp_path / "run")), "at step 3",
                  f"passages {', '.join(map(str, sorted(training()[3])))}")
-    assert torch.load(tmp_path / "run" / "batch-tome.pt", weights_only=True)["step"] == 2
+    assert torch.load(tmp_path / "run" / "batch-tome.pt", weights_only=True)["step"] == 3
 
 
 TEXT = "Mona Varga was born in Port Ellin and her teacher was Igor Sand of the old town."
@@ -390,13 +453,14 @@ def test_a_crafted_checkpoint_and_a_crafted_array_run_no_code(done, small, tmp_p
     torch.save(whole, done / "tome.pt")
     array = np.empty(1, object)
     array[0] = Evil(owned)
-    np.save(done / "memory" / "keys-00000.npy", array, allow_pickle=True)
-    manifest = data.read_json(done / "memory" / "manifest.json")
-    manifest["shards"][0]["crc32"]["keys"] = data.checksum(done / "memory" / "keys-00000.npy")
-    data.write_json(done / "memory" / "manifest.json", manifest)
+    keys, path = only(done, "memory") / "keys-00000.npy", only(done, "memory") / "manifest.json"
+    np.save(keys, array, allow_pickle=True)
+    manifest = data.read_json(path)
+    manifest["shards"][0]["crc32"]["keys"] = data.checksum(keys)
+    data.write_json(path, manifest)
     one_sentence(*quietly(evaluation.main, ["--out", done]), "keys-00000.npy", "no array of numbers")
     assert not owned.exists()
-    np.load(done / "memory" / "keys-00000.npy", allow_pickle=True)     # it would have run
+    np.load(keys, allow_pickle=True)        # it would have run
     assert owned.exists()
 
 

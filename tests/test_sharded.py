@@ -87,7 +87,8 @@ def process(rank, size, folder, stages, results):
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
         run = train.make_run(arguments(folder))
-        memory_file.build_memory(train.load_batch_tome(run).encoder, run.corpus, folder / "by_two", run.device)
+        memory_file.build_memory(train.load_batch_tome(run).encoder, run.corpus, folder / "by_two",
+                                 run.device, np.float32, {})
     else:
         table = load_memory(folder / "by_two")
         torch.save({name: getattr(table, name) for name in memory_file.ARRAYS}, results / f"memory.{rank}.pt")

@@ -26,7 +26,13 @@ def tiny(monkeypatch):
 
 
 def run(*arguments):
-    return train.main([str(a) for a in arguments])
+    return train.main([*map(str, arguments), "--quiet"])
+
+
+def only(out, kind):
+    """The folder of the run's corpus or memory."""
+    folder, = out.glob(f"{kind}-????????")
+    return folder
 
 
 def weights(path):
@@ -53,7 +59,8 @@ def trained(tiny, trained_once, tmp_path):
 
 
 def test_one_command_runs_every_stage_and_reports(trained, capsys):
-    assert {p.name for p in trained.iterdir()} >= {"run.json", "corpus", "batch-tome.pt", "memory", "tome.pt", "log.jsonl"}
+    assert {p.name for p in trained.iterdir()} == {
+        "run.json", only(trained, "corpus").name, "batch-tome.pt", only(trained, "memory").name, "tome.pt", "log.jsonl"}
     log = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     assert [(r["stage"], r["step"]) for r in log] == [("batch-tome", 4), ("tome", 4)]
     assert {"mlm", "coref", "seen", "unseen", "tokens_per_second"} <= log[0].keys()
@@ -123,7 +130,7 @@ def test_tome_2_has_two_memory_layers_and_trains(small_world, tmp_path, monkeypa
     out = tmp_path / "two"
     monkeypatch.setitem(train.PRESETS, "toy", {**TINY, "n_initial": 2})
     assert run("--stage", "tome", "--corpus", small_world, "--out", out, "--blocks", 2) == 0
-    loaded, tome, memory = evaluation.open_run(out)
+    loaded, tome, memory = train.open_run(out)
     assert len(tome.blocks) == 2 and loaded.config.n_blocks == 2
 
 
@@ -145,8 +152,8 @@ def test_fine_tuning_keeps_the_best_dev_checkpoint(trained, small_world, tmp_pat
 
 
 def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
-    loaded, tome, table = evaluation.open_run(trained)
-    corpus, model = loaded.corpus, train.load_batch_tome(loaded).eval()
+    loaded, tome, table = train.open_run(trained)
+    corpus, model = loaded.corpus, train.load_model(loaded, "batch-tome")[0]
     assert len(table) == (corpus.mention_entity > 0).sum()
     for m in (0, 7, len(table) - 1):
         mention = int(table.mention[m])
@@ -163,20 +170,23 @@ def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
 def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small_world, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
     run("--stage", "memory", "--corpus", small_world, "--out", tmp_path)
-    files = {p.name: p.read_bytes() for p in (tmp_path / "memory").iterdir()}
+    folder = only(tmp_path, "memory")
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert sum(name.startswith("keys") for name in files) > 2
     for name in ("manifest.json", "shard-00001.json", "keys-00001.npy"):
-        (tmp_path / "memory" / name).unlink()
-    kept = (tmp_path / "memory" / "keys-00000.npy").stat().st_mtime_ns
+        (folder / name).unlink()
+    part = folder.rename(f"{folder}.part")          # as a build that was cut off leaves it
+    kept = (part / "keys-00000.npy").stat().st_mtime_ns
     assert run("--stage", "memory", "--corpus", small_world, "--out", tmp_path) == 0
-    assert files == {p.name: p.read_bytes() for p in (tmp_path / "memory").iterdir()}
-    assert (tmp_path / "memory" / "keys-00000.npy").stat().st_mtime_ns == kept
+    assert files == {p.name: p.read_bytes() for p in folder.iterdir()}
+    assert (folder / "keys-00000.npy").stat().st_mtime_ns == kept
 
 
 @pytest.mark.parametrize("damage, words", [("flip", "damaged"), ("truncate", "damaged"), ("missing", "missing"),
                                            ("manifest", "damaged"), ("another encoder", "another mention encoder")])
 def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, damage, words):
-    file = trained / "memory" / ("manifest.json" if damage in ("manifest", "another encoder") else "values-00000.npy")
+    name = "manifest.json" if damage in ("manifest", "another encoder") else "values-00000.npy"
+    file = only(trained, "memory") / name
     raw = bytearray(file.read_bytes())
     if damage == "flip":
         raw[len(raw) // 2] ^= 4
@@ -226,7 +236,7 @@ def test_a_bad_corpus_is_one_sentence(tiny, tmp_path, capsys, lines, words):
 
 def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained, small_world, tmp_path, capsys):
     assert run("--stage", "tome", "--preset", "mini", "--out", trained) == 1
-    assert "--preset toy" in capsys.readouterr().err
+    assert "--preset toy, not mini" in capsys.readouterr().err
     small_world_copy = tmp_path / "other.jsonl"
     small_world_copy.write_text(small_world.read_text())
     assert run("--stage", "tome", "--corpus", small_world_copy, "--out", trained) == 1
@@ -235,14 +245,64 @@ def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained
     assert "cannot be made" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("setting, words", [
-    ("n_heads=5", "n_heads"), ("hidden=100", "n_heads"), ("dropout=2", "dropout"), ("gelu=relu", "gelu"),
-    ("log_every=0", "log_every"), ("memory_dtype=int8", "float16 or float32"), ("n_block=0", "n_block")])
-def test_a_setting_that_cannot_be_is_one_sentence_and_does_not_stay(tiny, small_world, tmp_path, capsys, setting, words):
-    assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path / "run", "--set", setting) == 1
+def values_out_of_range():
+    """For each field of Settings and Config, numbers below and above its range and no numbers."""
+    fields = vars(train.Settings()) | vars(train.Config())
+    for name, value in fields.items():
+        if name in ("schedule", "n_blocks", "vocab_size", "n_entities"):
+            continue
+        bad = {bool: ["2", "maybe"], str: ["x", ""]}.get(type(value), ["-1", "1e30", "nan", "inf", "many"])
+        yield from ((name, text) for text in bad)
+        if type(value) is int and name != "n_block_batch":
+            yield name, "0"
+
+
+@pytest.mark.parametrize("name, text", list(values_out_of_range()))
+def test_a_value_out_of_range_is_one_sentence(name, text, capsys, tmp_path):
+    command = ["--stage", "tome", "--out", str(tmp_path / "run"), "--set", f"{name}={text}"]
+    try:
+        code = train.main(command)
+    except SystemExit as leaving:       # argparse: not of the field's type
+        code = leaving.code
     message = capsys.readouterr().err
-    assert "--set: " in message and words in message and message.count("\n") == 1
+    assert code in (1, 2) and name in message and "Traceback" not in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("wrong, words", [
+    ("n_heads=5", "n_heads"), ("hidden=100", "n_heads"), ("hidden=33 n_heads=3", "even"),
+    ("max_positions=32", "max_positions"), ("max_length=512", "max_positions"), ("n_block_batch=9", "n_block"),
+    ("--lr 1e-30", "--lr"), ("--batch 10000000", "--batch"), ("--lr nan", "--lr"), ("--steps 10000000000", "--steps")])
+def test_after_a_setting_that_cannot_be_the_corrected_command_works_in_the_same_folder(
+        tiny, small_world, tmp_path, capsys, wrong, words):
+    out = tmp_path / "run"
+    out.mkdir()
+    command = ["--stage", "batch-tome", "--corpus", small_world, "--out", out]
+    more = wrong.split() if wrong[0] == "-" else [f for setting in wrong.split() for f in ("--set", setting)]
+    assert run(*command, *more) == 1
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1 and not list(out.iterdir())
+    if wrong == "n_heads=5":
+        assert run(*command) == 0
+
+
+def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_path, capsys, monkeypatch):
+    """Ctrl-C while the world of seed 0 is tokenised, then another seed: its world, not the first one's."""
+    real, out = data.Corpus.build, tmp_path / "run"
+    small = {name: data.COUNTS[name] // 8 for name in ("person", "city", "company", "film")}
+    monkeypatch.setattr(data, "COUNTS", data.COUNTS | small)
+
+    def interrupted(*args, **kwargs):
+        raise train.Stop("Stopped")
+    monkeypatch.setattr(data.Corpus, "build", interrupted)
+    assert run("--stage", "batch-tome", "--out", out, "--seed", 0) == 130
+    monkeypatch.setattr(data.Corpus, "build", real)
+    assert run("--stage", "batch-tome", "--out", out, "--seed", 5, "--steps", 1) == 0
+    lines, _ = data.toy_world(5)
+    held = [json.loads(line) for line in (out / "world" / "corpus.jsonl").read_text().splitlines()]
+    assert held == json.loads(json.dumps(lines)) and train.read_run_file(out)["seed"] == 5
+    assert run("--stage", "batch-tome", "--out", out, "--seed", 0) == 1
+    assert f"{out} was started with --seed 5, not 0" in capsys.readouterr().err
 
 
 def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
@@ -265,19 +325,23 @@ def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_
 
 
 def test_a_damaged_log_of_a_finished_stage_is_named(trained, small_world, capsys):
-    with open(trained / "log.jsonl", "a") as log:
-        log.write("garbage\n")
-    assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 1
-    assert "log.jsonl:3: damaged" in capsys.readouterr().err
+    whole = (trained / "log.jsonl").read_text()
+    for junk in ("garbage", '{"stage": "tome", "step": 1e999}', '{"stage": "tome", "step": 4, "mlm": 1e999}',
+                 "[" * 100_000, '{"stage": "tome", "step": 4, "seen": [[]]}', '{"stage": "tome", "step": 4, "seen": {"n": {}}}'):
+        (trained / "log.jsonl").write_text(whole + junk + "\n")
+        with pytest.raises(data.UserError, match="log.jsonl:3: damaged"):
+            train.read_log(trained / "log.jsonl")
+    (trained / "log.jsonl").write_text(whole + '{"stage": "to')         # cut off: no line at all
+    assert len(train.read_log(trained / "log.jsonl")) == 2
 
 
 def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
     """It sends and receives rows: of float16 in a memory of float16."""
     out = tmp_path / "run"
     assert run("--stage", "memory", "--corpus", small_world, "--out", out, "--set", "memory_dtype=float16") == 0
-    full = memory_file.load_memory(out / "memory")
+    full = memory_file.load_memory(only(out, "memory"))
     monkeypatch.setattr(memory_file.ann, "rank_and_size", lambda: (1, 2))
-    empty = memory_file.load_memory(out / "memory")
+    empty = memory_file.load_memory(only(out, "memory"))
     assert full.keys.dtype == torch.float16 and len(full) > 0 == len(empty)
     for name in memory_file.ARRAYS:
         a, b = getattr(full, name), getattr(empty, name)
@@ -288,7 +352,7 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(trained, small_world, capsys):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(trained / "owned"),)
-    torch.save({"format": 1, "stage": "tome", "step": 4, "steps": 4, "model": Evil()}, trained / "tome.pt")
+    torch.save({**torch.load(trained / "tome.pt", weights_only=True), "model": Evil()}, trained / "tome.pt")
     assert evaluation.main(["--out", str(trained)]) == 1
     assert not (trained / "owned").exists() and "damaged" in capsys.readouterr().err
 
@@ -304,6 +368,199 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint
     assert run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path) == 1
     assert "step 3" in capsys.readouterr().err
     assert torch.load(tmp_path / "batch-tome.pt", weights_only=True)["step"] == 2
+
+
+@pytest.mark.parametrize("when", ["in the middle", "at the end"])
+def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
+        tiny, small_world, tmp_path, capsys, monkeypatch, when):
+    """optimizer.step() blows up; then the lower --lr that the message names goes on from the last good step."""
+    real, calls, out = torch.optim.AdamW.step, [], tmp_path / "run"
+
+    def blows_up(self, *args, **kwargs):
+        result = real(self, *args, **kwargs)
+        calls.append(1)
+        if len(calls) == {"in the middle": 3, "at the end": 4}[when]:
+            self.param_groups[0]["params"][0].data.fill_(float("inf"))
+        return result
+
+    command = ["--stage", "batch-tome", "--corpus", small_world, "--out", out]
+    monkeypatch.setattr(torch.optim.AdamW, "step", blows_up)
+    assert run(*command) == 1
+    message = capsys.readouterr().err
+    advice = message.split("--stage batch-tome ")[1].split(" training")[0].split()
+    assert "not a number at step" in message and advice[0] == "--lr"
+    assert torch.load(out / "batch-tome.pt", weights_only=True)["step"] == 2
+    monkeypatch.setattr(torch.optim.AdamW, "step", real)
+    assert run(*command, *advice) == 0
+    checkpoint = torch.load(out / "batch-tome.pt", weights_only=True)
+    assert checkpoint["recipe"]["lr"] == [[0, 1e-3], [2, float(advice[1])]] and float(advice[1]) < 1e-3
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+
+
+def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage_goes_on(
+        trained, small_world, monkeypatch, capsys):
+    before, log = torch.load(trained / "tome.pt", weights_only=True), (trained / "log.jsonl").read_text().splitlines()
+    (trained / "tome.pt").unlink()
+    real, step, steps = train.evaluate_memory, torch.optim.AdamW.step, []
+
+    def too_big(*args):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 TB")
+    monkeypatch.setattr(train, "evaluate_memory", too_big)
+    assert run("--stage", "tome", "--out", trained) == 1
+    message = capsys.readouterr().err
+    assert "can't allocate memory" in message and "Traceback" not in message
+    cut = torch.load(trained / "tome.pt", weights_only=True)
+    assert (cut["step"], cut["evaluated"]) == (4, 0)
+    with pytest.raises(data.UserError, match="unfinished"):
+        train.open_run(trained)
+    monkeypatch.setattr(train, "evaluate_memory", real)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: steps.append(1) or step(*a, **k))
+    assert run("--stage", "tome", "--out", trained) == 0 and not steps
+    after = torch.load(trained / "tome.pt", weights_only=True)
+    assert equal(before["model"], after["model"]) and (after["step"], after["evaluated"]) == (4, 4)
+    again = (trained / "log.jsonl").read_text().splitlines()
+    old, new = ({k: v for k, v in json.loads(lines[-1]).items() if k != "tokens_per_second"} for lines in (log, again))
+    assert old == new and len(log) == len(again)
+
+
+# -- what belongs together
+
+
+@pytest.mark.slow
+def test_claims_of_another_tome_are_said_to_be_stale(trained, small_world, tmp_path, capsys):
+    _, examples = data.toy_world(seed=3)
+    names = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
+    rows = [e for e in examples["claims.one_hop.train"] if e["subject"] in names][:32]
+    data.write_lines(tmp_path / "mine.jsonl", rows)
+    claims = "--stage", "finetune", "--task", "claims", "--examples", tmp_path / "mine.jsonl", "--out", trained
+    assert run(*claims) == 0
+    train.open_run(trained, "claims")
+    (trained / "tome.pt").unlink()
+    assert run("--stage", "tome", "--out", trained, "--steps", 3) == 0
+    capsys.readouterr()
+    with pytest.raises(data.UserError, match="claims.pt was made from another tome"):
+        train.open_run(trained, "claims")
+    assert run(*claims) == 1
+    assert "claims.pt was made from another tome; remove it" in capsys.readouterr().err
+    (trained / "claims.pt").unlink()
+    assert run(*claims) == 0
+    train.open_run(trained, "claims")
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--steps", 5], "--steps 4, not 5"), (["--batch", 5], "--batch 16, not 5"), (["--lr", 1], "--lr 0.001, not 1.0"),
+    (["--start", "scratch"], "--start None, not scratch"), (["--search", "bucketed"], "--n_search None, not 32"),
+    (["--seed", 1], "--seed 0, not 1"), (["--blocks", 2], "--blocks 1, not 2"),
+    (["--set", "entity_weight=0"], "--set {}, not {'entity_weight': 0.0}")])
+def test_a_finished_stage_is_not_taken_for_another(trained, small_world, capsys, flags, words):
+    before = (trained / "tome.pt").read_bytes()
+    assert run("--stage", "tome", "--out", trained, *flags) == 1
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1 and (trained / "tome.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("name, value, read_by", [
+    ("coref_weight", 0.5, ["batch-tome.pt"]), ("entity_weight", 0.5, ["tome.pt"]), ("clip", 2.0, ["batch-tome.pt", "tome.pt"]),
+    ("save_every", 3, []), ("cloze_weight", 0.5, []), ("passage_length", 60, ["corpus-"])])
+def test_files_of_another_setting_are_refused_by_the_stages_that_read_it(trained, small_world, capsys, name, value, read_by):
+    """run.json alone is of another command: what the files themselves say counts."""
+    saved = train.read_run_file(trained)
+    data.write_json(trained / "run.json", saved | {"set": {name: value}})
+    code = run("--stage", "tome", "--corpus", small_world, "--out", trained)
+    message = capsys.readouterr().err
+    if name == "passage_length":            # another corpus, of which there is none yet: made, and nothing fits it
+        assert code == 1 and "batch-tome.pt was made from another corpus" in message
+    elif read_by:
+        assert code == 1 and f"{read_by[0]} was made with --{name}" in message
+    else:
+        assert code == 0
+
+
+def test_every_setting_belongs_to_some_stage(trained):
+    """… but those that change no result."""
+    read = {name for kinds in train.READ_BY.values() for name in kinds.split()}
+    assert read == set(train.STAGES)
+    assert train.READ_BY.keys() <= vars(train.Settings()).keys() | vars(train.Config()).keys()
+    assert {name for name, kinds in train.READ_BY.items() if not kinds} == {
+        "passage_length", "vocab", "save_every", "eval_mentions", "schedule"}
+
+
+def test_other_weights_of_the_bert_are_another_run(tiny, small_world, tmp_path):
+    saved = dict(train.RUN, init="/bert", weights={"vocab.txt": 1, "model.safetensors": 2}, text=1)
+    recipe = train.corpus_recipe(saved, [])
+    assert train.identity(recipe) != train.identity(train.corpus_recipe(saved | {"weights": {"vocab.txt": 9}}, []))
+    assert train.identity(recipe) != train.identity(train.corpus_recipe(saved, [7]))
+
+
+# -- readers, links
+
+
+def test_opening_a_run_writes_nothing_and_builds_nothing(trained):
+    def state():
+        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in sorted(trained.rglob("*"))}
+    before = state()
+    train.open_run(trained)
+    assert before == state()
+    for kind in ("memory", "corpus"):
+        folder = only(trained, kind)
+        folder.rename(trained / "away")
+        with pytest.raises(data.UserError, match=f"{folder} is missing; run python train.py --stage"):
+            train.open_run(trained)
+        assert not folder.exists()
+        (trained / "away").rename(folder)
+
+
+def test_a_run_that_is_not_there_is_one_sentence_with_a_command_that_works(tmp_path, monkeypatch):
+    with pytest.raises(data.UserError, match="python train.py --stage tome --out") as error:
+        train.open_run(tmp_path / "nosuch")
+    advice = str(error.value).split("python train.py ")[1].split(" trains")[0].split()
+    assert train.parse_arguments(advice).out == str(tmp_path / "nosuch") and not (tmp_path / "nosuch").exists()
+
+
+@pytest.mark.parametrize("field", ["recipe", "step", "evaluated", "model", "optimizer", "sums", "processes", "best", "encoder"])
+def test_a_checkpoint_without_a_field_is_damaged(trained, field):
+    whole = torch.load(trained / "tome.pt", weights_only=True)
+    torch.save({name: value for name, value in whole.items() if name != field}, trained / "tome.pt")
+    with pytest.raises(data.UserError, match="tome.pt is damaged"):
+        train.open_run(trained)
+
+
+def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
+    out, other = tmp_path / "run", tmp_path / "bashrc"
+    out.mkdir()
+    other.write_text("mine")
+    command = "--stage", "batch-tome", "--corpus", small_world, "--out", out
+    for name in ("log.jsonl", "world", "corpus-12345678.part"):
+        (out / name).symlink_to(other)
+        assert run(*command) == 1 and f"{out / name} is a link" in capsys.readouterr().err
+        (out / name).unlink()
+    for name in ("log.jsonl.tmp", "run.json.tmp", "batch-tome.pt.tmp"):
+        (out / name).symlink_to(other)
+    assert run(*command) == 0
+    assert other.read_text() == "mine" and not (out / "batch-tome.pt").is_symlink()
+
+
+def test_text_is_appended_to_a_trained_run_only(tiny, small_world, tmp_path, capsys):
+    for made in (False, True):
+        if made:
+            (tmp_path / "run").mkdir()
+            data.write_json(tmp_path / "run" / "run.json", train.RUN)
+        assert run("--stage", "memory", "--append", small_world, "--out", tmp_path / "run") == 1
+        message = capsys.readouterr().err
+        assert "is missing" in message and message.count("\n") == 1
+        assert {p.name for p in tmp_path.rglob("*")} <= {"run", "run.json"}
+
+
+@pytest.mark.slow
+def test_the_report_is_a_command_that_train_runs(small_world, tmp_path):
+    sizes = "intermediate=96 n_initial=1 n_block=1 cluster=16 eval_mentions=20 log_every=4"
+    settings = [part for size in sizes.split() for part in ("--set", size)]
+    command = [sys.executable, str(ROOT / "train.py"), "--corpus", str(small_world), "--out", str(tmp_path / "run"), "--steps", "4"]
+    for stage in ("batch-tome", "tome"):
+        done = subprocess.run([*command, "--stage", stage, *settings], capture_output=True, text=True, timeout=120,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        assert ("with the memory" in done.stdout) == (stage == "tome")
 
 
 # -- several processes
@@ -342,10 +599,10 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
 def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path, memory, capsys):
     out = ("--out", tmp_path / "run")
     assert run("--stage", "tome", "--corpus", small_world, "--set", f"memory={memory}", *out) == 0
-    assert not (out[1] / "memory").exists() and not (out[1] / "batch-tome.pt").exists()
+    assert not list(out[1].glob("memory*")) and not (out[1] / "batch-tome.pt").exists()
     state = weights(out[1] / "tome.pt")
     assert any("memory_attention" in name for name in state) == (memory == "entities")
-    loaded, tome, table = evaluation.open_run(out[1])
+    loaded, tome, table = train.open_run(out[1])
     assert table is tome.entities and len(table.keys) == len(loaded.corpus.entity_names)
     log = [json.loads(line) for line in (out[1] / "log.jsonl").read_text().splitlines()]
     assert log[-1]["step"] == 8 and ("linking" in log[-1]) == (memory == "entities")     # batch-tome's steps and tome's
@@ -361,7 +618,8 @@ def test_a_rate_on_the_command_line_is_the_stages_and_stays(trained, capsys):
     assert run(*tome, "--lr", 4e-4) == 0
     last = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
     assert last["lr"] == pytest.approx(1e-4)                    # of 4 steps the last one, without warm-up
-    assert run(*tome) == 0 and torch.load(trained / "tome.pt", weights_only=True)["lr"] == 4e-4
+    assert run(*tome) == 0
+    assert torch.load(trained / "tome.pt", weights_only=True)["recipe"]["lr"] == [[0, 4e-4]]
     assert run(*tome, "--lr", 1e-3) == 1 and "--lr 0.0004, not 0.001" in capsys.readouterr().err
 
 
@@ -370,7 +628,7 @@ def test_a_start_that_holds_no_tome_of_these_dimensions_is_refused(trained, caps
     other = torch.load(trained / "other.pt", weights_only=True)
     other["model"] = {name: tensor[:1] for name, tensor in other["model"].items()}
     torch.save(other, trained / "other.pt")
-    for start in ("batch-tome.pt", "other.pt"):         # the first one's names begin otherwise: nothing would be taken
+    for start in ("batch-tome.pt", "other.pt"):         # nothing of the first one would be taken
         assert run("--stage", "tome", "--out", trained, "--start", trained / start) == 1
         assert f"--start {trained / start}: no TOME" in capsys.readouterr().err
     assert not (trained / "tome.pt").exists()
@@ -396,17 +654,18 @@ def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
 
 
 def question_accuracy(out, path):
-    loaded, tome, table = evaluation.open_run(out, "qa")
+    loaded, tome, table = train.open_run(out, "qa")
     return train.task_accuracy(loaded, tome, "qa", train.read_examples(loaded, "qa", path), table)["accuracy"]
 
 
 @pytest.mark.slow
 def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_world, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
-    shutil.rmtree(trained / "memory")
+    shutil.rmtree(only(trained, "memory"))
     assert run("--stage", "memory", "--out", trained) == 0
-    before = data.Corpus.open(trained / "corpus")
-    files = {path.name: path.stat().st_mtime_ns for path in (trained / "memory").iterdir()}
+    before = data.Corpus(only(trained, "corpus"))
+    tokenizer = data.load_tokenizer(only(trained, "corpus") / "tokenizer.json")
+    files = {path.name: path.stat().st_mtime_ns for path in only(trained, "memory").iterdir()}
     more, both = tmp_path / "more.jsonl", tmp_path / "both.jsonl"
     name = before.entity_names[1]
     new = [{"title": title, "text": f"{title} is a friend of {name}.", "mentions": [
@@ -418,11 +677,12 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     said = capsys.readouterr().out
     assert f"2 passages of {more} added to {len(before.article)}" in said
     assert run(*command) == 0                                       # once is enough
-    assert "already built" in capsys.readouterr().out
+    assert "passages of" not in capsys.readouterr().out
 
-    after = data.Corpus.open(trained / "corpus")
+    after = data.Corpus(only(trained, "corpus"))
+    assert after.n_trained == len(before.article)
     both.write_text(small_world.read_text() + more.read_text())
-    built = data.Corpus.build(both, tmp_path / "both", data.load_tokenizer(trained / "corpus" / "tokenizer.json"), 64, 128)
+    built = data.Corpus.build(both, tmp_path / "both", tokenizer, 64, 128)
     for array in data.Corpus.ARRAYS:
         if array not in ("held_out", "entity_count"):               # what is added is never trained on
             assert (getattr(after, array) == getattr(built, array)).all(), array
@@ -432,11 +692,11 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     full = len(before.article) // 64                                # shards that were full are not written again
     assert full > 0
     for shard in range(full):
-        for path in (trained / "memory").glob(f"*-{shard:05d}.*"):
+        for path in only(trained, "memory").glob(f"*-{shard:05d}.*"):
             assert path.stat().st_mtime_ns == files[path.name]
 
-    loaded, _, table = evaluation.open_run(trained)
-    rows = memory_file.encode_passages(train.load_batch_tome(loaded).encoder, after, torch.arange(len(after.article)).numpy(),
+    loaded, _, table = train.open_run(trained)
+    rows = memory_file.encode_passages(train.load_model(loaded, "batch-tome")[0].encoder, after, torch.arange(len(after.article)).numpy(),
                                        loaded.device)
     torch.testing.assert_close(table.keys, torch.from_numpy(rows["keys"]), atol=1e-5, rtol=0)
     assert (table.mention.numpy() == rows["mention"]).all()
@@ -472,7 +732,7 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
         before = question_accuracy(out[1], new)
         assert run("--stage", "memory", "--append", more, *out) == 0
         after = question_accuracy(out[1], new)
-        loaded, tome, table = evaluation.open_run(out[1])
+        loaded, tome, table = train.open_run(out[1])
         figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)["masked_mention"]
     finally:
         torch.set_num_threads(threads)
