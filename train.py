@@ -74,17 +74,13 @@ class Settings:
     weight_decay: float = 0.01
     clip: float = 1.0
     # From here on not the paper's: with these, small models learn in minutes.
-    frequency_bias: bool = True     # a fresh MLM head starts at the words' frequencies: to learn
-                                    # these alone takes Adam a thousand steps on real text
     memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
                                     # layers learn the markers; then fit_retrieval runs
-    tied: float = 0.0               # share of the steps after these in which the layers that
-    span_rate: float = 1.0          # retrieve have this multiple of the learning rate
     bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
     whole_softmax: bool = False     # questions: eq. 10 over the whole memory, not its k_answer
                                     # best: an answer far from these would get no gradient
     claim_mask: bool = False        # claims end in a [MASK] mention as questions do
-    cloze_weight: float = 0.3       # of each of the two losses of --cloze; that of labels is 1
+    cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     log_every: int = 1000
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -96,20 +92,20 @@ class Settings:
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, cluster=64, memory_fraction=1.0,
-             memory_dtype="float32", beta2=0.98, span_rate=0.1)
+             memory_dtype="float32", beta2=0.98)
 PRESETS = {
     "base": {},
     "mini": SMALL | dict(
         hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, passage_length=96,
-        max_length=256, vocab=8000, memory_from=0.75, tied=1.0, bert_rate=0.1, log_every=100,
+        max_length=256, vocab=8000, memory_from=0.75, bert_rate=0.1, log_every=100,
         save_every=100, eval_mentions=300, schedule={
             "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | dict(
         hidden=96, n_heads=6, intermediate=192, n_block=4, n_block_batch=1, max_positions=128,
         passage_length=64, max_length=128, vocab=2000, mention_rate=0.25, init_std=0.05,
-        memory_from=0.3, tied=0.5, frequency_bias=False, whole_softmax=True, claim_mask=True,
-        log_every=200, save_every=200, eval_mentions=200, schedule={
+        memory_from=0.3, whole_softmax=True, claim_mask=True, log_every=200, save_every=200,
+        eval_mentions=200, schedule={
             "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
@@ -120,7 +116,7 @@ LIMITS = dict(
     max_length=(16, 65536), coref_entities=(1, 10 ** 9), log_every=(1, 10 ** 9),
     save_every=(1, 10 ** 9), steps=(1, 10 ** 9), warmup=(0, 10 ** 9), lr=(1e-12, 10),
     dropout=(0, 0.9), init_std=(1e-6, 1), beta2=(0, 0.999999), clip=(1e-6, 10 ** 6),
-    span_rate=(0, 100), bert_rate=(0, 100), cloze_weight=(0, 100))
+    bert_rate=(0, 100), cloze_weight=(0, 100))
 CHOICES = dict(memory_dtype=("float16", "float32"), gelu=("none", "tanh"),
                memory=("mentions", "entities", "none"))
 
@@ -164,7 +160,6 @@ class Stage(NamedTuple):
     losses: Callable                # Batch of this process -> {name: (weight, share of the loss)}
     evaluate: Callable              # () -> figures for the log; of "score" the best weights stay
     encoder: str = None             # fingerprint of the Mention Encoder
-    span_rate: Callable = lambda step: 1.0      # multiple of the rate for layers that retrieve
 
 def endless(order):
     """at(step, n): the n items of a step in an endless sequence, order(epoch) (items,) after
@@ -218,14 +213,25 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     def next_batch(step):
         nonlocal uses_memory
         uses_memory = step >= first
+        if first and step == 0:
+            measure("with the initial weights")
+            say(f"The memory is off until step {first}: the layers learn what the markers hold.")
         if first and step == first:
-            say("Fitting keys and queries to the layers; from here on the memory is on.")
+            measure("before the fit")
             sample = np.random.default_rng(run.seed).permutation(passages)[:768]
             parts = np.array_split(sample, -(-len(sample) // 32))
             fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None)
                                          .to(run.device) for part in parts])
-            model.train()
+            measure("after the fit of keys and queries")
+            say("From here on the memory is attended.")
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
+
+    def measure(when):
+        """Says how visible mentions would attend: so the fit is seen at work."""
+        masses = [f"{figures['mass_visible']:.2f} ({kind})" for kind, figures in evaluate().items()]
+        say(f"batch-tome {when}: visible mentions' attention on their own entity "
+            + ", ".join(masses))
+        model.train()
 
     def losses(batch):
         H, _ = model(batch, uses_memory)
@@ -235,18 +241,13 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         return {"mlm": (1 - settings.coref_weight, mlm),
                 "coref": (settings.coref_weight, coreference_loss(z, entity, batch.passage))}
 
-    def span_rate(step):
-        """Slow span layers stay alike, so that coreference has to move the layers below them."""
-        tied = 0 <= step - first < (steps - first) * settings.tied
-        return settings.span_rate if tied else 1.0
-
     def evaluate():
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device),
                                mentions)
 
-    return Stage(model, next_batch, losses, evaluate, None, span_rate)
+    return Stage(model, next_batch, losses, evaluate)
 
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file that is added to it,
@@ -307,9 +308,9 @@ def tome_stage(run, recipe, start=None, examples=None):
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
-    --cloze: each batch adds equally many true claims with one mention masked, which the answer head
-    and the last memory layer retrieve. Training on labels, alone or with questions, did not teach
-    TOME to retrieve both facts of a claim."""
+    Each batch of claims adds equally many clozes: true claims with one mention masked, which the
+    answer head and the last memory layer have to retrieve. Labels alone do not teach what to
+    retrieve: toy claims stayed at chance."""
     task, settings = recipe["kind"], run.settings
     model, encoder = load_model(run)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
@@ -320,11 +321,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
     if task == "claims":        # unlearning labels that no example has brought toy claims to chance
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
         model.claim.bias.data[list(absent)] = -1e4
-    if recipe["cloze"]:
+    if task == "claims" and settings.cloze_weight:
         clozes = [question for e in examples for question in cloze(run, e, rng)]
-        if not clozes:
-            raise UserError(f"{path}: no claim that is true has a mention of an entity of the "
-                            "corpus; give mentions with their entities, or leave out --cloze")
     items = shuffled(run, 4, len(examples))
     cloze_items = shuffled(run, 5, len(clozes)) if clozes else None
 
@@ -365,16 +363,12 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # ---- The loop ------------------------------------------------------------------------------------
 
 def optimizer_for(model, settings):
-    """AdamW; no weight decay on layer norms and biases (app. A). The layers that retrieve stand in
-    groups of their own."""
-    groups = {(decays, retrieves): [] for decays in (True, False) for retrieves in (False, True)}
-    for name, p in model.named_parameters():
-        retrieves = any(part in name for part in ("query", "key", "coref"))
-        groups[p.dim() > 1, retrieves].append(p)
-    return torch.optim.AdamW(
-        [{"params": params, "weight_decay": settings.weight_decay if decays else 0.0,
-          "retrieves": retrieves} for (decays, retrieves), params in groups.items()],
-        betas=(0.9, settings.beta2), fused=True)
+    """AdamW; no weight decay on layer norms and biases (app. A)."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, settings.beta2), fused=True)
 
 def learning_rate(recipe, step):
     """Linear warm-up, then linear decay to zero. recipe["lr"]: [first step, peak] of each --lr."""
@@ -387,7 +381,7 @@ def train_step(run, stage, recipe, optimizer, step):
     rank, size = ann.rank_and_size()
     lr = learning_rate(recipe, step)
     for group in optimizer.param_groups:
-        group["lr"] = lr * (stage.span_rate(step) if group["retrieves"] else 1.0)
+        group["lr"] = lr
     torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
     batch_of_all = stage.next_batch(step)
     batch = batch_of_all.part(rank, size).to(run.device)
@@ -458,6 +452,8 @@ def train_stage(run, stage, recipe, checkpoint=None):
                     sums[name] = sums.get(name, 0) + value
                 state["step"] = step
                 progress.update()
+                progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
+                                     refresh=False)
                 save = 0 in (step % settings.log_every, step % settings.save_every, steps - step)
             stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
             if save or stop:
@@ -474,9 +470,15 @@ def train_stage(run, stage, recipe, checkpoint=None):
     ann.barrier()           # nobody reads the checkpoint before it is written
 
 def in_words(figures):
-    """Losses, and the score or the shares of masked mentions that are right."""
-    return "  ".join(f"{name} {value['accuracy'] if isinstance(value, dict) else value:.3f}"
-                     for name, value in figures.items())
+    """Losses, a score and masked_mentions' figures in a line to read."""
+    parts = []
+    for name, value in figures.items():
+        if not isinstance(value, dict):
+            parts.append(f"{name} {value:.3f}")
+        elif value["n"]:
+            parts.append(f"{name}: masked {value['accuracy']:.2f} (same entity: visible "
+                         f"{value['mass_visible']:.2f}, masked {value['mass_masked']:.2f})")
+    return "  ".join(parts)
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
 
@@ -503,7 +505,7 @@ def new_batch_tome(run, seed=None):
             tome.mlm.load_state_dict(mlm)
     else:
         start_positions(model)
-    if run.settings.frequency_bias and mlm is None:
+    if mlm is None:     # to learn the words' frequencies alone takes a thousand steps on real text
         tokens = run.corpus.tokens[:10 ** 7]
         words = tokens[run.corpus.maskable[tokens]]
         counts = np.bincount(words, minlength=run.config.vocab_size) + 1
@@ -677,6 +679,10 @@ def read_examples(run, task, path, known=True):
         say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
+    cut = data.count_cut_mentions(examples, run.tokenizer, run.settings.max_length)
+    if cut:
+        say(f"{path}: {cut:,} mentions stand behind max_length ({run.settings.max_length} tokens) "
+            "and are not read.", sys.stderr)
     nothing = sum(not e.mentions for e in examples)
     if nothing:
         say(f"{path}: {nothing:,} of {len(examples):,} examples have no mention, so nothing is "
@@ -743,9 +749,9 @@ RUN = {"format": FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "co
        "text": None, "init": None, "weights": None, "bert": None, "appended": []}
 CHECKPOINT = {"recipe": dict, "step": int, "evaluated": int, "sums": dict, "best_score": float,
               "model": dict, "optimizer": dict, "processes": int, "best": object, "encoder": object}
-CHOSEN = ("start", "examples", "cloze", "n_search")     # by flags, anew for every stage
+CHOSEN = ("start", "examples", "n_search")     # by flags, anew for every stage
 READ_BY = {name: kinds for names, kinds in (            # settings that only some stages read
-    ("cluster coref_weight coref_entities memory_from tied span_rate", "batch-tome"),
+    ("cluster coref_weight coref_entities memory_from", "batch-tome"),
     ("entity_weight memory_fraction", "tome"), ("max_length log_every", "claims qa"),
     ("n_blocks memory_dtype k k_shard k_answer k_answer_shard", "tome claims qa"),
     ("whole_softmax cloze_weight claim_mask", "claims qa"),
@@ -1185,8 +1191,7 @@ def buckets(search, n_search):
 
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
-             "append": ("memory",), "task": ("finetune",), "examples": ("finetune",),
-             "cloze": ("finetune",)}
+             "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
@@ -1198,8 +1203,6 @@ def parse_arguments(argv):
     add("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     add("--task", choices=("claims", "qa"), help="of --stage finetune")
     add("--examples", metavar="FILE", help="to learn from (default: the toy world's, of one fact)")
-    add("--cloze", action="store_const", const=True, help="beside claims, learn to retrieve what "
-        "they name")
     add("--steps", type=at_least(1), help="of the stage named, instead of the preset's")
     add("--batch", type=at_least(1), help="passages or examples a step, likewise")
     add("--lr", type=float, help="largest learning rate, likewise")
@@ -1218,8 +1221,6 @@ def parse_arguments(argv):
             parser.error(f"--{flag} goes with --stage {' or '.join(stages)}")
     if args.stage == "finetune" and not args.task:
         parser.error("--stage finetune needs --task")
-    if args.cloze and args.task != "claims":
-        parser.error("--cloze goes with --task claims")
     args.set = dict(args.set) if args.set else None
     args.out = args.out or f"runs/{args.preset or 'toy'}"
     return args
@@ -1246,7 +1247,7 @@ def train(args):
         path = Path(args.examples or toy_examples(run, kind, split="train"))
         data.read_examples(path, kind)
         files = [path, *dev_files(path)]
-        flags |= {"cloze": args.cloze, "examples": [checksum(file) for file in files]}
+        flags["examples"] = [checksum(file) for file in files]
     kinds = ["tome"] if run.is_baseline else ["batch-tome", "memory", "tome"]
     if args.task:
         kinds.append(kind)

@@ -343,7 +343,6 @@ def test_no_mutated_line_of_2000_is_lost_or_breaks_anything(tmp_path):
     ("--stage tome --seed -1", "whole number"), ("--stage tome --seed " + "9" * 30, "whole number"),
     ("--stage memory --steps 5", "--steps goes with"), ("--stage finetune", "needs --task"),
     ("--stage tome --task qa", "--task goes with"), ("--stage tome --examples x", "--examples goes with"),
-    ("--stage finetune --task qa --cloze", "--cloze goes with"),
     ("--stage tome --blocks 3", "invalid choice"), ("--stage tome --preset huge", "invalid choice"),
     ("--stage tome --device tpu", "invalid choice"), ("--stage tome --nonsense", "unrecognized")])
 def test_a_command_line_that_cannot_be_meant_is_refused(arguments, words, capsys, tmp_path, monkeypatch):

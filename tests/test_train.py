@@ -719,10 +719,10 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     data.write_toy(world, [line for line in lines if line["title"] not in films], examples)
     data.write_lines(more, [line for line in lines if line["title"] in films])
     data.write_lines(new, questions)
-    schedule = {"batch-tome": train.Schedule(760, 3e-3, 40, 64), "tome": train.Schedule(80, 2e-3, 20, 64),
+    schedule = {"batch-tome": train.Schedule(1600, 1.5e-3, 100, 64), "tome": train.Schedule(80, 2e-3, 20, 64),
                 "qa": train.Schedule(60, 1e-3, 10, 64)}
-    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 360,
-                                               "eval_mentions": 40, "tied": 1.0})
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 800,
+                                               "eval_mentions": 40})
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
     try:
