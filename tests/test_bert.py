@@ -391,11 +391,11 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     assert "has no MLM head: made a fresh one" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
     assert model["encoder.tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
-    tokenizer = data.load_tokenizer(out / "corpus" / "tokenizer.json")
+    tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "tokenizer.json")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
     run = train.make_run(train.parse_arguments(["--stage", "tome", "--out", str(out)]))
-    train.load_batch_tome(run)
+    train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_block, run.config.n_blocks) == ((1, 2, 1), (1, 2, 2))[blocks - 1]
 
 
