@@ -12,6 +12,7 @@ d_V = value_dim, d_C = coref_dim.
 import json
 import struct
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,26 @@ def bert_config(folder, config):
                               f"{type(error).__name__}, {error}") from None
 
 
+def take_state(file, raw, source, module, names, prefix):
+    """The state dictionary of `module`, taken out of `raw` {published name: tensor}, its shapes
+    checked. names: ours -> published, below `prefix`. source: what implies the shapes."""
+    found = {}
+    for name, ours in module.state_dict().items():
+        stem, _, end = name.rpartition(".")
+        parts = []
+        for theirs in names[stem]:
+            theirs = f"{prefix}{theirs}.{end}".replace("..", ".")
+            shape = (len(ours) // len(names[stem]), *ours.shape[1:])
+            if theirs not in raw:
+                raise CheckpointError(f"{file}: no tensor {theirs}; it is of another kind of model")
+            if raw[theirs].shape != shape:
+                raise CheckpointError(f"{file}: {theirs} is {tuple(raw[theirs].shape)}, "
+                                      f"{source} implies {shape}")
+            parts.append(raw.pop(theirs).float())
+        found[name] = torch.cat(parts)
+    return found
+
+
 def load_bert(folder, config):
     """Read a BERT folder: bert_config's files, and weights whose names may begin with `bert.`.
 
@@ -257,25 +278,8 @@ def load_bert(folder, config):
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{file} cannot be read ({reason}); download it again") from None
 
-    def state(module, names, prefix):
-        """The state dictionary of `module`, its shapes checked. `names`: ours -> published."""
-        found = {}
-        for name, ours in module.state_dict().items():
-            stem, _, end = name.rpartition(".")
-            parts = []
-            for theirs in names[stem]:
-                theirs = f"{prefix}{theirs}.{end}".replace("..", ".")
-                shape = (len(ours) // len(names[stem]), *ours.shape[1:])
-                if theirs not in raw:
-                    raise CheckpointError(f"{file}: no tensor {theirs}; is it a BERT model?")
-                if raw[theirs].shape != shape:
-                    raise CheckpointError(f"{file}: {theirs} is {tuple(raw[theirs].shape)}, "
-                                          f"config.json implies {shape}")
-                parts.append(raw[theirs].float())
-            found[name] = torch.cat(parts)
-        return found
-
     with torch.device("meta"):              # modules without numbers: only names and shapes
+        state = partial(take_state, file, raw, "config.json")
         embeddings = state(Embeddings(config), EMBEDDINGS, "embeddings.")
         layers = [state(TransformerLayer(config), LAYER, f"encoder.layer.{i}.")
                   for i in range(config.n_initial + config.n_block)]
@@ -283,3 +287,162 @@ def load_bert(folder, config):
         if "cls.predictions.transform.dense.weight" in raw:
             mlm = state(MLMHead(config), MLM, "cls.predictions.")
     return config, embeddings, layers, mlm
+
+
+# ---- Reading a checkpoint of the paper's own code (flax)
+
+# Our names -> those of its tree, as above.
+FLAX_EMBEDDINGS = {"word": ["embedder.embedders_token_ids"], "norm": ["embeddings_layer_norm"],
+                   "position": ["embedder.embedders_position_ids"],
+                   "segment": ["embedder.embedders_segment_ids"]}
+FLAX_LAYER = {"attention.qkv": [f"attention_block.attention_layer.{name}"
+                                for name in ("query", "key", "value")],
+              "attention.out": ["attention_block.attention_layer.out"],
+              "attention_norm": ["attention_block.layer_norm"], "up": ["mlp_block.mlp"],
+              "down": ["mlp_block.dense"], "norm": ["mlp_block.layer_norm"]}
+FLAX_MEMORY = {"query.linear": ["query_projector"], "up": ["update_layer.retrieval_projector"],
+               "norm": ["update_layer.layer_norm"]}
+FLAX_KEYS = {"key.linear": ["key_projector"], "value.linear": ["value_projector"]}
+FLAX_MLM = {"dense": ["dense"], "norm": ["layer_norm"], "": [""]}
+FLAX_CONFIG = {"dropout_rate": "dropout", "k_top_device": "k", "final_k_top_device": "k_answer"}
+
+
+def is_flax(path):
+    """Whether a file begins as a flax checkpoint does. A .pt file begins with P or with 0x80."""
+    with open(path, "rb") as file:
+        return file.read(1) > b"\x80"
+
+
+def beside(path, name):
+    """The file of that name in the folder `path`, or beside the file `path` or one folder above
+    it; None where there is none."""
+    path = Path(path).absolute()
+    found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
+    return found[0] if found else None
+
+
+def read_flax(path):
+    """{name: array} of a message pack: maps, and as leaves extension 1, [shape, type, bytes].
+
+    `weights/step<N>` is the encoder's tree; in `checkpoint_<N>` heads stand beside it, and around
+    it an optimizer's state, which is not read. No object is made but these: no code runs."""
+    try:
+        import msgpack
+    except ImportError:
+        raise CheckpointError(f"{path} is a flax checkpoint: pip install msgpack") from None
+    tree = msgpack.unpackb(Path(path).read_bytes())
+    tree = tree.get("params", tree)
+    arrays, left = {}, list(tree.items() if "encoder" in tree else [("encoder", tree)])
+    while left:
+        name, node = left.pop()
+        if isinstance(node, dict):
+            left += [(f"{name}.{key}", child) for key, child in node.items()]
+        elif isinstance(node, msgpack.ExtType) and node.code == 1:
+            shape, dtype, numbers = msgpack.unpackb(node.data)
+            if dtype not in ("float32", "float16", "float64"):
+                raise ValueError(f"{name} has type {dtype}, which is not supported")
+            arrays[name] = np.frombuffer(numbers, dtype).reshape(shape).astype(np.float32)
+            if not np.isfinite(arrays[name]).all():
+                raise ValueError(f"a number of {name} is not finite")
+    return arrays
+
+
+def flax_config(path, arrays, config):
+    """`config` with the dimensions of these arrays, and with what config.json, where it lies beside
+    the file or one folder above, says of dropout and of the number of retrieved memories."""
+    def size(name, axis=0):
+        return arrays[f"encoder.{name}"].shape[axis]
+
+    def n_layers(block):
+        return sum(name.startswith(f"encoder.{block}_encoder.") and name.endswith(".mlp.bias")
+                   for name in arrays)
+
+    n_blocks = 2 if n_layers("intermediate") else 1
+    if n_blocks == 2 and n_layers("intermediate") != n_layers("final"):
+        raise ValueError("its two blocks are not equally deep")
+    if any(name.startswith("encoder.second_") for name in arrays):
+        raise ValueError("its two reads have each their own encoder")
+    memory = "final_memory_attention_layer" if n_blocks == 2 else "memory_attention_layer"
+    layer = "initial_encoder.layer_sequence.layers_0"
+    value_dim = size(f"{memory}.update_layer.retrieval_projector.kernel")
+    config = replace(
+        config, vocab_size=size("embedder.embedders_token_ids.embedding"), gelu="tanh",
+        max_positions=size("embedder.embedders_position_ids.embedding"),
+        hidden=size("embeddings_layer_norm.bias"), intermediate=size(f"{layer}.mlp_block.mlp.bias"),
+        n_heads=size(f"{layer}.attention_block.attention_layer.query.bias"), n_block_batch=0,
+        n_initial=n_layers("initial"), n_block=n_blocks * n_layers("final"), n_blocks=n_blocks,
+        key_dim=size(f"{memory}.query_projector.bias"), value_dim=value_dim,
+        coref_dim=arrays.get("encoder.mention_projector.bias", np.zeros(value_dim)).size)
+    file = beside(path, "config.json")
+    said = json.loads(file.read_text()).get("model_config", {}) if file else {}
+    for name, ours in FLAX_CONFIG.items():
+        value = said.get("encoder_config", {}).get(name)
+        if value is not None:
+            config = replace(config, **{ours: type(getattr(config, ours))(value)})
+    return config
+
+
+def load_flax(path, config):
+    """Read a BATCH-TOME or TOME that the paper's own code wrote; read_flax says which files.
+
+    Returns (config, state, unused): flax_config's; a state dictionary of what the file holds, in
+    BatchTOME's names; the groups of arrays that were passed over. With a final retrieval it is a
+    TOME: its memory_extraction_layer, as a TOME-2's memory_attention_layer, is left over from the
+    BATCH-TOME that it began as. Raises CheckpointError. Needs the package msgpack."""
+    raw, state = {}, {}
+    try:
+        arrays = read_flax(path)
+        config = flax_config(path, arrays, config)
+        for name, array in arrays.items():
+            stem, _, end = name.rpartition(".")
+            if end == "kernel":             # [in, out], where in or out may be heads x head size
+                array = array.reshape(-1, arrays[f"{stem}.bias"].size).T
+            end = "bias" if end == "bias" else "weight"
+            raw[f"{stem}.{end}"] = torch.from_numpy(array.ravel() if end == "bias" else array)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__} {error}".splitlines()[0][:150]
+        raise CheckpointError(f"{path} is no TOME that can be read ({reason})") from None
+
+    def take(ours, module, names, theirs):
+        found = take_state(path, raw, "the rest of it", module, names, theirs)
+        state.update({f"{ours}.{name}": tensor for name, tensor in found.items()})
+
+    hidden, tome = config.hidden, "encoder.tome"
+    names = [""] if config.n_blocks == 1 else ["intermediate_", "final_"]
+    blocks = {f"{tome}.initial": ("initial_", config.n_initial)}
+    with torch.device("meta"):
+        take(f"{tome}.embeddings", Embeddings(config), FLAX_EMBEDDINGS, "encoder.")
+        for b, name in enumerate(names):
+            ours = f"{tome}.blocks.{b}"
+            blocks[f"{ours}.transformer"] = (name or "final_", config.layers_a_block)
+            module = nn.ModuleDict({"query": SpanEncodingLayer(hidden, config.key_dim),
+                                    "up": nn.Linear(config.value_dim, hidden),
+                                    "norm": nn.LayerNorm(hidden)})
+            take(f"{ours}.memory_attention", module, FLAX_MEMORY,
+                 f"encoder.{name}memory_attention_layer.")
+        for ours, (name, n_layers) in blocks.items():
+            for i in range(n_layers):
+                take(f"{ours}.layers.{i}", TransformerLayer(config), FLAX_LAYER,
+                     f"encoder.{name}encoder.layer_sequence.layers_{i}.")
+        if "mlm_layer.bias" in raw:
+            take(f"{tome}.mlm", MLMHead(config), FLAX_MLM, "mlm_layer.")
+        if "encoder.mention_projector.bias" in raw:
+            take("coref", SpanEncodingLayer(hidden, config.coref_dim),
+                 {"linear": ["mention_projector"]}, "encoder.")
+        is_tome = "encoder.final_query_projector.bias" in raw
+        if is_tome:
+            take("query", nn.Linear(config.coref_dim, config.key_dim),
+                 {"": ["final_query_projector"]}, "encoder.")
+        elif "encoder.memory_extraction_layer.key_projector.bias" in raw:
+            module = nn.ModuleDict({"key": SpanEncodingLayer(hidden, config.key_dim),
+                                    "value": SpanEncodingLayer(hidden, config.value_dim)})
+            take("encoder", module, FLAX_KEYS, "encoder.memory_extraction_layer.")
+    if is_tome:         # their z of eq. 10 is two linear maps, one after the other: ours is one
+        W, b = state.pop("query.weight").double(), state.pop("query.bias").double()
+        W_first, b_first = state.pop("coref.linear.weight"), state.pop("coref.linear.bias")
+        state[f"{tome}.answer.linear.weight"] = (W @ W_first.double()).float()
+        state[f"{tome}.answer.linear.bias"] = (W @ b_first.double() + b).float()
+    unused = {name.removeprefix("encoder.").split(".")[0] for name in raw}
+    return config, state, sorted(unused)

@@ -42,11 +42,12 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, read_json, write_file, write_json
-from encoder import CheckpointError, Config, bert_config, load_bert
+from encoder import (CheckpointError, Config, beside, bert_config, is_flax, load_bert,
+                     load_flax)
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
-                  coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, predict_entity,
-                  share_of_mean, split_into_blocks, start_positions)
+                  coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
+                  predict_entity, share_of_mean, split_into_blocks, start_positions)
 
 @dataclass
 class Schedule:
@@ -483,11 +484,17 @@ def in_words(figures):
 # ---- Weights that a stage starts from ------------------------------------------------------------
 
 def new_batch_tome(run, seed=None):
-    """BATCH-TOME with fresh weights of a seed, or with those of the BERT in the folder run.init."""
+    """BATCH-TOME with fresh weights of a seed, or with those of run.init: the folder of a BERT, or a
+    file of the paper's own code."""
     torch.manual_seed(run.seed if seed is None else seed)
     model, mlm = BatchTOME(TOME(run.batch_tome_config)), None
     tome = model.tome
-    if run.init:
+    if run.init and os.path.isfile(run.init):
+        _, state = published(run.init, run.config, aloud=seed is None)
+        model.load_state_dict(state, strict=False)
+        tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
+        mlm = state.get("encoder.tome.mlm.bias")
+    elif run.init:
         _, embeddings, layers, mlm = load_bert(run.init, run.config)
         tome.embeddings.load_state_dict(embeddings)
         # The markers took unused entries. BERT knows a sign that stands around a name: the quote.
@@ -512,6 +519,45 @@ def new_batch_tome(run, seed=None):
         start_positions(model)
     return model
 
+def published(path, config, aloud=True):
+    """load_flax's (config, state), and says what of the file is not used and what it lacks."""
+    theirs, state, unused = load_flax(path, config)
+    lacks = [name for name in ("mlm", "claim") if f"encoder.tome.{name}.bias" not in state]
+    if aloud and unused:
+        say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
+    if aloud:
+        say(f"{path} has no {' and no '.join(lacks)} head: made fresh.")
+    return theirs, state
+
+def published_tome(run, path):
+    """TOME's state dictionary of a file of the paper's own code. Raises UserError."""
+    theirs, state = published(path, run.config)
+    if "encoder.key.linear.weight" in state:
+        raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
+    for name in ("n_blocks", "n_initial", "n_block"):
+        if getattr(theirs, name) != getattr(run.config, name):
+            raise UserError(f"--start {path}: its {name} is {getattr(theirs, name)}, this run's "
+                            f"{getattr(run.config, name)}; a TOME-2 goes with --blocks 2")
+    return part_of(state, "encoder.tome.")
+
+def keep_published(run, recipe, start):
+    """Writes OUT/<kind>.pt of weights that the paper's own code has trained: without a step."""
+    kind, encoder = recipe["kind"], None
+    if kind == "batch-tome":
+        model = new_batch_tome(run)
+    else:
+        model = TOME(run.config)
+        encoder = load_model(run, "batch-tome")[0].encoder.fingerprint
+        start_from(run, model, start)
+    rank, size = ann.rank_and_size()
+    if rank == 0:
+        optimizer = optimizer_for(model, run.settings)
+        save_checkpoint(run.out / f"{kind}.pt", recipe=recipe, encoder=encoder, processes=size,
+                        model=model.state_dict(), optimizer=optimizer.state_dict(), best=None,
+                        best_score=-1.0, step=0, evaluated=0, sums={})
+    ann.barrier()
+    say(f"{kind}: taken as trained from {start or run.init}.")
+
 def start_from(run, tome, start):
     """--start (app. B.6): the weights of another checkpoint, or "scratch": fresh ones, of another
     seed than BATCH-TOME's, or the model would match the encoder that wrote the memory. What the
@@ -520,8 +566,11 @@ def start_from(run, tome, start):
         return
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     if start != "scratch":
-        checkpoint = read_checkpoint(Path(start))
-        saved = checkpoint["best"] or checkpoint["model"]
+        if is_flax(start):
+            saved = published_tome(run, start)
+        else:
+            checkpoint = read_checkpoint(Path(start))
+            saved = checkpoint["best"] or checkpoint["model"]
         if any(saved[name].shape != tensor.shape if name in saved else name.startswith("initial.")
                for name, tensor in state.items()):
             raise UserError(f"--start {start}: no TOME of these dimensions; give a tome.pt, "
@@ -817,10 +866,13 @@ def plan(run, kind, flags=None):
     if kind == "tome" and run.is_baseline:          # it also has the steps of batch-tome
         first = run.settings.schedule["batch-tome"]
         schedule = replace(first, steps=first.steps + schedule.steps)
+    if kind == "batch-tome" and "flax" in (run.saved["weights"] or {}):
+        schedule = replace(schedule, steps=0)           # trained already
     if run.init and kind in ("batch-tome", "tome"):
         schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
     flags = flags or {name: old.get(name) for name in CHOSEN}
-    steps = flags.get("steps") or old.get("steps") or schedule.steps
+    steps = [flags.get("steps"), old.get("steps"), schedule.steps]
+    steps = next(n for n in steps if n is not None)     # 0: the paper's own code has trained it
     batch = flags.get("batch") or old.get("batch") or schedule.batch
     lr = old.get("lr") or [[0, flags.get("lr") or schedule.lr]]
     changes = flags.get("lr") not in (None, lr[-1][1])
@@ -934,7 +986,9 @@ def settle(args):
         saved["text"] = checksum(corpus)
     elif not made:                      # later the tokenised one will do
         raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
-    if init and (os.path.exists(os.path.join(init, "config.json")) or not made):
+    if init and os.path.isfile(init):
+        saved["bert"], saved["weights"] = published_init(saved)
+    elif init and (os.path.exists(os.path.join(init, "config.json")) or not made):
         bert = bert_config(init, preset(saved["preset"], saved["blocks"], saved["set"])[1])
         saved["bert"] = asdict(bert)
         saved["weights"] = {name: checksum(os.path.join(init, name)) for name in (
@@ -953,6 +1007,26 @@ def settle(args):
                             "choose another --out")
     settings_of(saved)
     return saved
+
+def published_init(saved):
+    """What run.json holds of a BATCH-TOME of the paper's own code: its dimensions, and checksums of
+    it and of the vocab.txt beside it. Raises UserError."""
+    init, blocks = saved["init"], saved["blocks"]
+    config, state, _ = load_flax(init, preset(saved["preset"], blocks, saved["set"])[1])
+    vocab = beside(init, "vocab.txt")
+    if "encoder.key.linear.weight" not in state or config.n_blocks > 1:
+        raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to --stage "
+                        "tome --start")
+    if config.n_block % blocks:
+        raise UserError(f"--init {init}: its {config.n_block} layers are not {blocks} equal blocks")
+    if vocab is None:
+        raise UserError(f"--init {init}: put the vocab.txt of its BERT beside it, bert-base-uncased "
+                        "for the paper's")
+    words = data.load_tokenizer(vocab).get_vocab_size()
+    if words != config.vocab_size:
+        raise UserError(f"{vocab} has {words:,} entries, {init} has {config.vocab_size:,}")
+    weights = {"vocab.txt": checksum(vocab), "flax": checksum(init)}
+    return asdict(replace(config, n_blocks=blocks)), weights
 
 def make_run(args):
     """The run of a command. The first process writes run.json and the tokenised corpus, where they
@@ -993,7 +1067,7 @@ def make_corpus(saved, source, folder):
     say(f"Tokenising {source}.")
     recipe = corpus_recipe(saved, saved["appended"])
     if saved["init"]:
-        tokenizer = data.load_tokenizer(Path(saved["init"]) / "vocab.txt")
+        tokenizer = data.load_tokenizer(beside(saved["init"], "vocab.txt"))
     else:
         texts = (text.text for text in data.read_corpus(source))
         tokenizer = data.train_tokenizer(texts, recipe["vocab"])
@@ -1208,9 +1282,11 @@ def parse_arguments(argv):
     add("--lr", type=float, help="largest learning rate, likewise")
     add("--seed", type=at_least(0))
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--init", metavar="FOLDER", help="a BERT checkpoint that batch-tome starts from")
+    add("--init", metavar="PATH", help="a BERT that batch-tome starts from, or "
+        "a BATCH-TOME file of the paper's own code, which is taken as trained")
     add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
-    add("--start", metavar="FILE", help="start from the weights of this .pt file, or from scratch")
+    add("--start", metavar="FILE", help="start from the weights of this .pt file, or "
+        "of a TOME file of the paper's own code, or from scratch")
     add("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of "
         "Settings or Config, such as memory=entities (a baseline); may be repeated")
     add("--quiet", action="store_true", help="no report at the end")
@@ -1260,9 +1336,15 @@ def train(args):
             make_memory(run, args.append)
             continue
         recipe, checkpoint = plan(run, name, flags if named else None)
+        if (name == "tome" and not checkpoint and not (named and args.steps)
+                and args.start not in (None, "scratch") and is_flax(args.start)):
+            recipe, _ = plan(run, name, {"start": flags["start"], "steps": 0})
         if checkpoint and checkpoint["evaluated"] >= recipe["steps"]:
             if named:
                 say(f"{name}: already trained ({run.out / name}.pt).")
+            continue
+        if recipe["steps"] == 0:
+            keep_published(run, recipe, args.start)
             continue
         if not named:
             say(f"Stage {name} comes first.")
