@@ -330,7 +330,12 @@ def read_flax(path):
         import msgpack
     except ImportError:
         raise CheckpointError(f"{path} is a flax checkpoint: pip install msgpack") from None
-    tree = msgpack.unpackb(Path(path).read_bytes())
+    try:
+        tree = msgpack.unpackb(Path(path).read_bytes())
+    except msgpack.StackError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("params", {}), dict):
+        raise ValueError("it is no tree of arrays")
     tree = tree.get("params", tree)
     arrays, left = {}, list(tree.items() if "encoder" in tree else [("encoder", tree)])
     while left:
@@ -402,8 +407,9 @@ def load_flax(path, config):
     except CheckpointError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__} {error}".splitlines()[0][:150]
-        raise CheckpointError(f"{path} is no TOME that can be read ({reason})") from None
+        reason = f"it has no array {error}" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(reason.split())[:150] or type(error).__name__
+        raise CheckpointError(f"{path} cannot be read as a TOME's weights ({reason})") from None
 
     def take(ours, module, names, theirs):
         found = take_state(path, raw, "the rest of it", module, names, theirs)

@@ -484,8 +484,8 @@ def in_words(figures):
 # ---- Weights that a stage starts from ------------------------------------------------------------
 
 def new_batch_tome(run, seed=None):
-    """BATCH-TOME with fresh weights of a seed, or with those of run.init: the folder of a BERT, or a
-    file of the paper's own code."""
+    """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a file
+    of the paper's own code."""
     torch.manual_seed(run.seed if seed is None else seed)
     model, mlm = BatchTOME(TOME(run.batch_tome_config)), None
     tome = model.tome
@@ -522,11 +522,16 @@ def new_batch_tome(run, seed=None):
 def published(path, config, aloud=True):
     """load_flax's (config, state), and says what of the file is not used and what it lacks."""
     theirs, state, unused = load_flax(path, config)
-    lacks = [name for name in ("mlm", "claim") if f"encoder.tome.{name}.bias" not in state]
+    heads = {"MLM head": "encoder.tome.mlm.bias", "claim head": "encoder.tome.claim.bias"}
+    if "encoder.key.linear.bias" in state:
+        heads["coreference layer"] = "coref.linear.bias"
+    else:
+        heads["answer layer"] = "encoder.tome.answer.linear.bias"
+    lacks = [head for head, name in heads.items() if name not in state]
     if aloud and unused:
         say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
     if aloud:
-        say(f"{path} has no {' and no '.join(lacks)} head: made fresh.")
+        say(f"{path} has no {' and no '.join(lacks)}: made fresh.")
     return theirs, state
 
 def published_tome(run, path):
@@ -556,7 +561,8 @@ def keep_published(run, recipe, start):
                         model=model.state_dict(), optimizer=optimizer.state_dict(), best=None,
                         best_score=-1.0, step=0, evaluated=0, sums={})
     ann.barrier()
-    say(f"{kind}: taken as trained from {start or run.init}.")
+    source = run.init if kind == "batch-tome" else start
+    say(f"{kind}: taken as trained from {source}.")
 
 def start_from(run, tome, start):
     """--start (app. B.6): the weights of another checkpoint, or "scratch": fresh ones, of another
@@ -1015,13 +1021,13 @@ def published_init(saved):
     config, state, _ = load_flax(init, preset(saved["preset"], blocks, saved["set"])[1])
     vocab = beside(init, "vocab.txt")
     if "encoder.key.linear.weight" not in state or config.n_blocks > 1:
-        raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to --stage "
-                        "tome --start")
+        raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
+                        "--stage tome --start")
     if config.n_block % blocks:
         raise UserError(f"--init {init}: its {config.n_block} layers are not {blocks} equal blocks")
     if vocab is None:
-        raise UserError(f"--init {init}: put the vocab.txt of its BERT beside it, bert-base-uncased "
-                        "for the paper's")
+        raise UserError(f"--init {init}: put the vocab.txt of its BERT beside it, for the paper's "
+                        "that of bert-base-uncased")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
         raise UserError(f"{vocab} has {words:,} entries, {init} has {config.vocab_size:,}")

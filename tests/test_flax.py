@@ -1,0 +1,494 @@
+"""Checkpoints that the paper's own (flax) code wrote: read, compared with what that code computed
+with these very weights, written back, damaged, and run from --init and --start.
+
+    python -m pytest tests/test_flax.py -s          # -s: prints the largest difference of each file
+
+The files are those of ../shared/golden/flax (its README says how they were made); where they are
+not, the tests that compare with them are skipped.
+"""
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import train
+from encoder import CheckpointError, Config, load_flax
+from memory import BatchMemory, attention_weights
+from test_golden import batch_of, memory_of
+from tome import TOME, BatchTOME, part_of
+
+msgpack = pytest.importorskip("msgpack", reason="pip install msgpack")
+
+SHARED = Path(os.environ.get("TOME_DATA", Path(__file__).parents[2] / "shared" / "data")).parent
+FLAX = SHARED / "golden" / "flax"
+needs_files = pytest.mark.skipif(not FLAX.is_dir(), reason=f"no checkpoints in {FLAX}")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOCAB = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS,
+         *("##" + c for c in LETTERS)]
+VOCAB += [f"[unused{i}]" for i in range(2, 2 + 97 - len(VOCAB))]
+
+
+# ---- Their file format and names, written down a second time
+
+def leaf(array):
+    """A flax leaf: extension 1 = [shape, type, row-major bytes]."""
+    array = np.asarray(array, order="C")
+    packed = msgpack.packb([list(array.shape), array.dtype.name, array.tobytes()])
+    return msgpack.ExtType(1, packed)
+
+def pack(arrays):
+    """Message pack of {path: array}, the path's parts divided by "/"."""
+    tree = {}
+    for path, array in arrays.items():
+        *groups, last = path.split("/")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = leaf(array)
+    return msgpack.packb(tree)
+
+def unpack(content):
+    """{path: array} of a message pack."""
+    arrays = {}
+
+    def walk(path, node):
+        if isinstance(node, dict):
+            for key, child in node.items():
+                walk(f"{path}/{key}" if path else key, child)
+        else:
+            shape, dtype, numbers = msgpack.unpackb(node.data)
+            arrays[path] = np.frombuffer(numbers, dtype).reshape(shape)
+
+    walk("", msgpack.unpackb(content))
+    return arrays
+
+def exported(state, config):
+    """{path: array} of the encoder's tree, as their code reads it. `state` is of BatchTOME. z of
+    eq. 10 is one map here and two there: a TOME's first is ours, its second adds nothing."""
+    arrays, state = {}, {name: tensor.numpy() for name, tensor in state.items()}
+    dims = (config.n_heads, config.hidden // config.n_heads)
+
+    def linear(ours, theirs, n_in=None, n_out=None):
+        W, b = state[f"{ours}.weight"], state[f"{ours}.bias"]
+        n_in, n_out = n_in or (W.shape[1],), n_out or (W.shape[0],)
+        arrays[f"{theirs}/kernel"] = W.T.reshape(*n_in, *n_out)
+        arrays[f"{theirs}/bias"] = b.reshape(n_out)
+
+    def norm(ours, theirs):
+        arrays[f"{theirs}/scale"] = state[f"{ours}.weight"]
+        arrays[f"{theirs}/bias"] = state[f"{ours}.bias"]
+
+    tome = "encoder.tome."
+    for ours, theirs in (("word", "token"), ("position", "position"), ("segment", "segment")):
+        weight = state[f"{tome}embeddings.{ours}.weight"]
+        arrays[f"embedder/embedders_{theirs}_ids/embedding"] = weight
+    norm(f"{tome}embeddings.norm", "embeddings_layer_norm")
+    blocks = {"initial": "initial_encoder", "blocks.0.transformer": "final_encoder"}
+    memory = ["memory_attention_layer"]
+    if config.n_blocks == 2:
+        blocks = {"initial": "initial_encoder", "blocks.0.transformer": "intermediate_encoder",
+                  "blocks.1.transformer": "final_encoder"}
+        memory = ["intermediate_memory_attention_layer", "final_memory_attention_layer"]
+    for ours, theirs in blocks.items():
+        n = len({name.split(".layers.")[1].split(".")[0] for name in state
+                 if name.startswith(f"{tome}{ours}.layers.")})
+        for i in range(n):
+            a, b = f"{tome}{ours}.layers.{i}", f"{theirs}/layer_sequence/layers_{i}"
+            for j, part in enumerate(("query", "key", "value")):
+                rows = slice(j * config.hidden, (j + 1) * config.hidden)
+                for end in ("weight", "bias"):
+                    state[f"{part}.{end}"] = state[f"{a}.attention.qkv.{end}"][rows]
+                linear(part, f"{b}/attention_block/attention_layer/{part}", n_out=dims)
+            linear(f"{a}.attention.out", f"{b}/attention_block/attention_layer/out", n_in=dims)
+            norm(f"{a}.attention_norm", f"{b}/attention_block/layer_norm")
+            linear(f"{a}.up", f"{b}/mlp_block/mlp")
+            linear(f"{a}.down", f"{b}/mlp_block/dense")
+            norm(f"{a}.norm", f"{b}/mlp_block/layer_norm")
+    for i, theirs in enumerate(memory):
+        ours = f"{tome}blocks.{i}.memory_attention"
+        linear(f"{ours}.query.linear", f"{theirs}/query_projector")
+        linear(f"{ours}.up", f"{theirs}/update_layer/retrieval_projector")
+        norm(f"{ours}.norm", f"{theirs}/update_layer/layer_norm")
+    if "encoder.key.linear.weight" in state:
+        linear("encoder.key.linear", "memory_extraction_layer/key_projector")
+        linear("encoder.value.linear", "memory_extraction_layer/value_projector")
+        linear("coref.linear", "mention_projector")
+    else:
+        more = config.coref_dim - config.key_dim
+        W, b = (state[f"{tome}answer.linear.{end}"] for end in ("weight", "bias"))
+        state["first.weight"] = np.pad(W, ((0, more), (0, 0)))
+        state["first.bias"] = np.pad(b, (0, more))
+        linear("first", "mention_projector")
+        arrays["final_query_projector/kernel"] = np.eye(config.coref_dim, config.key_dim,
+                                                        dtype=np.float32)
+        arrays["final_query_projector/bias"] = np.zeros(config.key_dim, np.float32)
+    return arrays
+
+def random_batch_tome(n_block=2, seed=0):
+    """(config, state of BatchTOME) of the small size, but for what the encoder's tree lacks."""
+    torch.manual_seed(seed)
+    config = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, max_positions=24, k=8,
+                    n_initial=2, n_block=n_block, key_dim=8, value_dim=16, coref_dim=16,
+                    dropout=0.0, init_std=0.2)
+    state = BatchTOME(TOME(config)).state_dict()
+    return config, {name: tensor for name, tensor in state.items()
+                    if not name.startswith(("encoder.tome.mlm", "encoder.tome.claim",
+                                            "encoder.tome.answer"))}
+
+def random_tome(n_blocks, seed=1):
+    config, _ = random_batch_tome(4)
+    config.n_blocks = n_blocks
+    torch.manual_seed(seed)
+    state = TOME(config).state_dict()
+    return config, {f"encoder.tome.{name}": tensor for name, tensor in state.items()
+                    if not name.startswith(("mlm", "claim"))}
+
+
+# ---- Outputs
+
+LARGEST = {}
+
+def close(name, ours, theirs):
+    assert ours.shape == theirs.shape
+    difference = (ours - theirs).abs()
+    LARGEST[name] = max(LARGEST.get(name, 0.0), float(difference.max()))
+    assert (difference <= 1e-5 * theirs.abs().clamp(min=1)).all(), (name, difference.max())
+
+@pytest.fixture(scope="module", autouse=True)
+def print_the_largest_differences():
+    yield
+    for name, difference in LARGEST.items():
+        print(f"\n{name}: largest difference {difference:.1e}", end="")
+
+def arrays_of(name):
+    with np.load(FLAX / f"{name}.npz", allow_pickle=False) as file:
+        return {key: torch.from_numpy(file[key]) for key in file.files if key != "config_json"}
+
+def model_of(file, arrays):
+    """(BatchTOME, its load_flax) with the weights of the file, and the MLM head of the arrays, which
+    is in no weights file."""
+    config, state, unused = load_flax(FLAX / file, Config())
+    config.dropout = 0.0
+    model = BatchTOME(TOME(config)).eval()
+    head = "param/mlm_layer/"
+    state = {"encoder.tome.mlm.dense.weight": arrays[head + "dense/kernel"].T,
+             "encoder.tome.mlm.dense.bias": arrays[head + "dense/bias"],
+             "encoder.tome.mlm.norm.weight": arrays[head + "layer_norm/scale"],
+             "encoder.tome.mlm.norm.bias": arrays[head + "layer_norm/bias"],
+             "encoder.tome.mlm.bias": arrays[head + "bias"]} | state
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    return model, config, unused, missing
+
+class AnyPassage(BatchMemory):
+    """Their `allow`: a mention may attend to its own passage."""
+
+    def attend(self, query, passage, k=None, k_shard=None):
+        return super().attend(query, torch.full_like(passage, -1))
+
+@needs_files
+@pytest.mark.parametrize("file", ["batch_tome/weights/step3", "batch_tome/checkpoint_3"])
+@torch.no_grad()
+def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(file, monkeypatch):
+    z = arrays_of("batch_tome")
+    model, config, unused, missing = model_of(file, z)
+    assert not unused and (config.n_blocks, config.n_initial, config.n_block) == (1, 2, 2)
+    assert {name.split(".")[2] for name in missing} == {"claim", "answer"}
+    batch, targets = batch_of(z), z["in/mention_target_weights"] > 0
+    mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
+    spans = batch.row[linked], batch.start[linked], batch.end[linked]
+    first, _ = model.tome(batch.tokens, mask)
+    close("BATCH-TOME", first[mask], z["allow/final_encoding_first"][mask])
+    keys, values = model.encoder(batch.tokens, mask, *spans)
+    close("BATCH-TOME", keys, z["allow/memory_keys"][targets])
+    close("BATCH-TOME", values, z["allow/memory_values"][targets])
+    for case, memory in (("allow", AnyPassage), ("disallow_fixed", BatchMemory)):
+        monkeypatch.setattr("tome.BatchMemory", memory)
+        H, (found,) = model(batch)
+        theirs = z[f"{case}/memory_attention_weights"][real][:, targets]
+        close("BATCH-TOME", found.weights, theirs)
+        entity = z[f"{case}/top_entity_ids"][real][:, targets]
+        assert torch.equal(found.entity, entity.long())
+        close("BATCH-TOME", H[mask], z[f"{case}/encoding"][mask])
+        logits = model.tome.mlm_logits(H, batch.target_index)
+        close("BATCH-TOME", logits, z[f"{case}/mlm_logits"][z["in/mlm_target_weights"] > 0])
+        z_m = model.coref(H, *spans)
+        close("BATCH-TOME", z_m, z[f"{case}/target_mention_encodings"][targets])
+
+@needs_files
+@pytest.mark.parametrize("blocks", [1, 2])
+@torch.no_grad()
+def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
+    name = f"tome{blocks}"
+    z = arrays_of(name)
+    model, config, unused, missing = model_of(f"{name}/weights/step3", z)
+    left_over = ["memory_attention_layer", "memory_extraction_layer"] if blocks == 2 else []
+    assert unused == left_over and not any("answer" in name for name in missing)
+    assert (config.n_blocks, config.n_initial, config.n_block) == (blocks, 2, 2 * blocks)
+    assert (config.k, config.k_answer) == (8, 16)                   # of config.json
+    tome, batch, memory = model.tome, batch_of(z), memory_of(z)
+    mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
+    targets = z["in/mention_target_weights"] > 0
+    batch.passage = torch.full_like(batch.passage, -1)              # allow: nobody's passage
+    H, found = tome(batch.tokens, mask, batch, memory)
+    for prefix, layer in zip(("", "second_"), found, strict=False):
+        assert torch.equal(layer.ids, z[f"allow/{prefix}top_memory_ids"][real].long())
+        assert torch.equal(layer.entity, z[f"allow/{prefix}top_entity_ids"][real].long())
+        close(name, layer.weights, z[f"allow/{prefix}memory_attention_weights"][real])
+        close(name, layer.query, z[f"allow/{prefix}memory_attention_mention_encodings"][real])
+    close(name, H[mask], z["allow/encoding"][mask])
+    logits = tome.mlm_logits(H, batch.target_index)
+    close(name, logits, z["allow/mlm_logits"][z["in/mlm_target_weights"] > 0])
+    query = tome.answer(H, batch.row[linked], batch.start[linked], batch.end[linked])
+    answer = memory.retrieve(query, batch.passage[linked], 16, 16)
+    assert torch.equal(answer.ids, z["allow/final_top_memory_ids"][targets].long())
+    weights = attention_weights(answer.scores)
+    close(name, weights, z["allow/final_memory_attention_weights"][targets])
+
+
+# ---- There and back
+
+@needs_files
+@pytest.mark.parametrize("name", ["batch_tome", "tome1", "tome2"])
+def test_exported_back_and_read_again_all_has_the_same_bits(name, tmp_path):
+    config, state, unused = load_flax(FLAX / name / "weights/step3", Config())
+    original, written = unpack((FLAX / name / "weights/step3").read_bytes()), exported(state, config)
+    folded = ("mention_projector", "final_query_projector") if "tome" == name[:4] else ()
+    same = {path for path in original if not path.startswith((*unused, *folded))}
+    assert same <= written.keys() <= original.keys()
+    for path in same:
+        assert written[path].shape == original[path].shape
+        assert written[path].tobytes() == original[path].tobytes(), path
+    (tmp_path / "back").write_bytes(pack(written))
+    again, state_again, nothing = load_flax(tmp_path / "back", config)
+    assert again == config and nothing == [] and state_again.keys() == state.keys()
+    assert all(torch.equal(state[key], state_again[key]) for key in state)
+
+@pytest.mark.parametrize("make", [random_batch_tome, lambda: random_tome(1), lambda: random_tome(2)],
+                         ids=["BATCH-TOME", "TOME-1", "TOME-2"])
+def test_our_own_weights_written_as_theirs_are_read_with_the_same_bits(make, tmp_path):
+    config, state = make()
+    (tmp_path / "step1").write_bytes(pack(exported(state, config)))
+    read, again, unused = load_flax(tmp_path / "step1", Config(k=8, dropout=0.0, init_std=0.2))
+    assert read == config and not unused and again.keys() == state.keys()
+    assert all(torch.equal(state[key], again[key]) for key in state)
+
+def test_a_training_checkpoint_has_heads_beside_and_an_optimizer_around_it(tmp_path):
+    config, state = random_batch_tome()
+    arrays = {f"params/encoder/{path}": array for path, array in exported(state, config).items()}
+    rng = np.random.default_rng(0)
+    head = {"dense/kernel": (32, 32), "dense/bias": (32,), "layer_norm/scale": (32,),
+            "layer_norm/bias": (32,), "bias": (97,)}
+    for path, shape in head.items():
+        arrays[f"params/mlm_layer/{path}"] = rng.normal(size=shape).astype(np.float32)
+    arrays["params/linear_classifier/bias"] = np.zeros(3, np.float32)
+    arrays["opt_state/0/count"] = np.array(4, np.int32)
+    arrays["step"] = np.array(4, np.int32)
+    (tmp_path / "checkpoint_3").write_bytes(pack(arrays))
+    _, again, unused = load_flax(tmp_path / "checkpoint_3", config)
+    assert unused == ["linear_classifier"]
+    kernel = again["encoder.tome.mlm.dense.weight"].numpy()
+    assert np.array_equal(kernel, arrays["params/mlm_layer/dense/kernel"].T)
+
+
+# ---- What can be wrong
+
+def changed(**values):
+    """The file of a BATCH-TOME with other arrays; None takes one out."""
+    config, state = random_batch_tome()
+    arrays = exported(state, config) | {name.replace("__", "/"): x for name, x in values.items()}
+    return pack({path: array for path, array in arrays.items() if array is not None})
+
+def nested(depth):
+    return b"\x81\xa1x" * depth + b"\x80"
+
+TOKENS = "embedder__embedders_token_ids__embedding"
+BIAS = "mention_projector__bias"
+DAMAGES = {
+    "empty": b"", "text": b"hello", "a list": msgpack.packb([1]), "no arrays": b"\x81\xa1a\x01",
+    "a foreign tree": pack({"dense/kernel": np.ones((2, 2), np.float32)}),
+    "too deep": nested(100_000), "deep enough for Python's own limit": nested(1020),
+    "a bomb of lists": b"\x91" * 100_000, "a map said to be huge": b"\xdf\xff\xff\xff\xff",
+    "a cut extension": b"\x81\xa1x\xc9\x7f\xff\xff\xff\x01ab",
+    "no token embeddings": changed(**{TOKENS: None}),
+    "no bias": changed(**{BIAS: None}),
+    "a wrong shape": changed(**{BIAS: np.zeros(3, np.float32)}),
+    "embeddings of one dimension": changed(**{TOKENS: np.zeros(97, np.float32)}),
+    "no number": changed(**{BIAS: np.full(16, np.nan, np.float32)}),
+    "whole numbers": changed(**{BIAS: np.zeros(16, np.int64)}),
+    "a second encoder": changed(second_final_encoder__bias=np.zeros(3, np.float32)),
+    "objects": pack({"x": np.zeros(1, np.float32)}).replace(b"float32", b"object\x20"),
+}
+
+@pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
+def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(content, tmp_path):
+    path = tmp_path / "step1"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as error:
+        load_flax(path, Config())
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+    assert len(str(error.value)) < 300 + len(str(path))
+
+def test_a_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
+    whole, path = changed(), tmp_path / "step1"
+    for length in [*range(0, 60), *np.linspace(60, len(whole) - 1, 40).astype(int)]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            load_flax(path, Config())
+    path.write_bytes(whole)
+    load_flax(path, Config())
+
+def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refused(tmp_path):
+    whole, path, rng = changed(), tmp_path / "step1", np.random.default_rng(0)
+    for at in [*range(80), *rng.integers(0, len(whole), 150)]:
+        damaged = bytearray(whole)
+        damaged[at] ^= int(rng.integers(1, 256))
+        path.write_bytes(damaged)
+        try:
+            load_flax(path, Config())
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_config": 3}', "[" * 10 ** 5,
+                                  '{"model_config": {"encoder_config": {"dropout_rate": "x"}}}'])
+def test_a_config_that_is_none_is_refused_in_one_sentence(text, tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "step1").write_bytes(changed())
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError) as error:
+        load_flax(tmp_path / "weights" / "step1", Config())
+    assert "\n" not in str(error.value)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))     # beside vocab.txt
+    load_flax(tmp_path / "weights" / "step1", Config())
+
+def test_without_msgpack_one_sentence_names_it(tmp_path, monkeypatch):
+    (tmp_path / "step1").write_bytes(changed())
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(CheckpointError, match="pip install msgpack"):
+        load_flax(tmp_path / "step1", Config())
+
+
+# ---- --init and --start
+
+def write_corpus(path):
+    rng, lines = np.random.default_rng(0), []
+    for i in range(24):
+        text = "".join(rng.choice(list(LETTERS), 4)) + " " + rng.choice(list("pqr")) + "x"
+        lines.append({"title": f"a{i}", "text": text, "split": "train" if i < 20 else "held_out",
+                      "mentions": [{"start": 5, "end": 7, "entity": text[5:]}]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+def write_questions(path):
+    lines = [{"question": f"{c}bcd qx", "answers": ["px"],
+              "mentions": [{"start": 5, "end": 7, "entity": "qx"}]} for c in LETTERS]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+def write_init(folder, n_block=2):
+    """A BATCH-TOME's file beside its vocab.txt."""
+    folder.mkdir()
+    config, state = random_batch_tome(n_block)
+    (folder / "btome").write_bytes(pack(exported(state, config)))
+    (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+    return str(folder / "btome"), state
+
+SMALL = [word for setting in ("passage_length=16", "max_length=20", "eval_mentions=4", "k_answer=8",
+                              "cluster=8", "save_every=1", "log_every=1")
+         for word in ("--set", setting)]
+
+def run(*words):
+    assert train.main([*words, "--device", "cpu"]) == 0
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(tmp_path, blocks,
+                                                                                capsys):
+    init, state = write_init(tmp_path / "init", n_block=4)
+    config, tome = random_tome(blocks)
+    (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
+    out, corpus = tmp_path / "run", write_corpus(tmp_path / "corpus.jsonl")
+    run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
+        str(out), "--blocks", str(blocks), *SMALL)
+    said = capsys.readouterr().out
+    assert "has no MLM head and no claim head: made fresh" in said and "taken as trained" in said
+    saved = train.read_checkpoint(out / "batch-tome.pt")
+    assert saved["recipe"]["steps"] == saved["step"] == 0
+    assert all(torch.equal(saved["model"][name], state[name]) for name in state)
+    memory = next(out.glob("memory-*"))
+    assert train.read_manifest(memory)["n"] == 24 and not (out / "log.jsonl").exists()
+
+    run("--stage", "tome", "--start", str(tmp_path / "tome"), "--out", str(out), "--quiet")
+    saved = train.read_checkpoint(out / "tome.pt")
+    assert saved["recipe"]["steps"] == 0
+    assert all(torch.equal(saved["model"][name], tensor)
+               for name, tensor in ((n.removeprefix("encoder.tome."), t) for n, t in tome.items()))
+    shutil.rmtree(tmp_path / "init")                            # what was taken over is not needed
+    (tmp_path / "tome").unlink()
+    questions = write_questions(tmp_path / "qa.jsonl")
+    run("--stage", "finetune", "--task", "qa", "--examples", questions, "--out",
+        str(out), "--steps", "2", "--batch", "4")
+    assert train.read_checkpoint(out / "qa.pt")["step"] == 2
+    capsys.readouterr()
+    run("--stage", "memory", "--out", str(out))
+    assert "taken as trained" not in capsys.readouterr().out    # all is there already
+
+def test_fine_tuning_takes_a_published_tome_too_and_steps_train_on(tmp_path):
+    init, _ = write_init(tmp_path / "init", n_block=4)
+    config, tome = random_tome(1)
+    (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
+    out, corpus = str(tmp_path / "run"), write_corpus(tmp_path / "corpus.jsonl")
+    questions = write_questions(tmp_path / "qa.jsonl")
+    run("--stage", "finetune", "--task", "qa", "--examples", questions, "--preset",
+        "mini", "--init", init, "--corpus", corpus, "--out", out, "--start", str(tmp_path / "tome"),
+        "--steps", "1", "--batch", "4", "--quiet", *SMALL)
+    assert train.read_checkpoint(Path(out) / "tome.pt")["recipe"]["steps"] == 0
+    (Path(out) / "tome.pt").unlink()
+    run("--stage", "tome", "--start", str(tmp_path / "tome"), "--out", out, "--steps", "2",
+        "--batch", "8", "--quiet")
+    assert train.read_checkpoint(Path(out) / "tome.pt")["step"] == 2
+
+@pytest.mark.parametrize("wrong, message", [
+    ("a TOME", "a TOME goes to --stage tome --start"), ("no vocab.txt", "put the vocab.txt"),
+    ("another vocab.txt", "has 96 entries"), ("a cut file", "cannot be read"),
+    ("a pickle", "cannot be read"), ("nothing there", "cannot be read")])
+def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, wrong, message,
+                                                                     capsys):
+    init, _ = write_init(tmp_path / "init")
+    file, vocab = Path(init), tmp_path / "init" / "vocab.txt"
+    if wrong == "a TOME":
+        config, state = random_tome(1)
+        file.write_bytes(pack(exported(state, config)))
+    elif wrong == "no vocab.txt":
+        vocab.unlink()
+    elif wrong == "another vocab.txt":
+        vocab.write_text("\n".join(VOCAB[:-1]))
+    elif wrong == "a cut file":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif wrong == "a pickle":
+        file.write_bytes(b"\x80\x04.")
+    else:
+        file.unlink()
+    out = tmp_path / "run"
+    assert train.main(["--stage", "memory", "--preset", "mini", "--init", init, "--corpus",
+                       write_corpus(tmp_path / "c.jsonl"), "--out", str(out), *SMALL]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+    assert not out.exists()
+
+@pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
+                                            ("a TOME-2", "goes with --blocks 2")])
+def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
+    init, _ = write_init(tmp_path / "init", n_block=4)
+    config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
+    (tmp_path / "start").write_bytes(pack(exported(state, config)))
+    words = ["--stage", "tome", "--preset", "mini", "--init", init, "--corpus",
+             write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL]
+    assert train.main([*words, "--start", str(tmp_path / "start")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error
