@@ -355,8 +355,8 @@ def read_flax(path):
 def flax_config(path, arrays, config):
     """`config` with the dimensions of these arrays, and with what config.json, where it lies beside
     the file or one folder above, says of dropout and of the number of retrieved memories."""
-    def size(name, axis=0):
-        return arrays[f"encoder.{name}"].shape[axis]
+    def size(name):
+        return arrays[f"encoder.{name}"].shape[0]
 
     def n_layers(block):
         return sum(name.startswith(f"encoder.{block}_encoder.") and name.endswith(".mlp.bias")
@@ -400,7 +400,7 @@ def load_flax(path, config):
         config = flax_config(path, arrays, config)
         for name, array in arrays.items():
             stem, _, end = name.rpartition(".")
-            if end == "kernel":             # [in, out], where in or out may be heads x head size
+            if end == "kernel" and f"{stem}.bias" in arrays:    # [in, out], or heads x size of one
                 array = array.reshape(-1, arrays[f"{stem}.bias"].size).T
             end = "bias" if end == "bias" else "weight"
             raw[f"{stem}.{end}"] = torch.from_numpy(array.ravel() if end == "bias" else array)
@@ -434,10 +434,10 @@ def load_flax(path, config):
                      f"encoder.{name}encoder.layer_sequence.layers_{i}.")
         if "mlm_layer.bias" in raw:
             take(f"{tome}.mlm", MLMHead(config), FLAX_MLM, "mlm_layer.")
-        if "encoder.mention_projector.bias" in raw:
+        is_tome = "encoder.final_query_projector.bias" in raw
+        if is_tome or "encoder.mention_projector.bias" in raw:
             take("coref", SpanEncodingLayer(hidden, config.coref_dim),
                  {"linear": ["mention_projector"]}, "encoder.")
-        is_tome = "encoder.final_query_projector.bias" in raw
         if is_tome:
             take("query", nn.Linear(config.coref_dim, config.key_dim),
                  {"": ["final_query_projector"]}, "encoder.")

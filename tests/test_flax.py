@@ -130,9 +130,9 @@ def exported(state, config):
         arrays["final_query_projector/bias"] = np.zeros(config.key_dim, np.float32)
     return arrays
 
-def random_batch_tome(n_block=2, seed=0):
+def random_batch_tome(n_block=2):
     """(config, state of BatchTOME) of the small size, but for what the encoder's tree lacks."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, max_positions=24, k=8,
                     n_initial=2, n_block=n_block, key_dim=8, value_dim=16, coref_dim=16,
                     dropout=0.0, init_std=0.2)
@@ -141,10 +141,9 @@ def random_batch_tome(n_block=2, seed=0):
                     if not name.startswith(("encoder.tome.mlm", "encoder.tome.claim",
                                             "encoder.tome.answer"))}
 
-def random_tome(n_blocks, seed=1):
+def random_tome(n_blocks):
     config, _ = random_batch_tome(4)
     config.n_blocks = n_blocks
-    torch.manual_seed(seed)
     state = TOME(config).state_dict()
     return config, {f"encoder.tome.{name}": tensor for name, tensor in state.items()
                     if not name.startswith(("mlm", "claim"))}
@@ -317,7 +316,12 @@ DAMAGES = {
     "a bomb of lists": b"\x91" * 100_000, "a map said to be huge": b"\xdf\xff\xff\xff\xff",
     "a cut extension": b"\x81\xa1x\xc9\x7f\xff\xff\xff\x01ab",
     "no token embeddings": changed(**{TOKENS: None}),
-    "no bias": changed(**{BIAS: None}),
+    "no bias": changed(embeddings_layer_norm__bias=None),
+    "no bias of a kernel": changed(memory_extraction_layer__value_projector__bias=None),
+    "a final retrieval of nothing": changed(
+        mention_projector__bias=None, mention_projector__kernel=None,
+        final_query_projector__bias=np.zeros(8, np.float32),
+        final_query_projector__kernel=np.zeros((16, 8), np.float32)),
     "a wrong shape": changed(**{BIAS: np.zeros(3, np.float32)}),
     "embeddings of one dimension": changed(**{TOKENS: np.zeros(97, np.float32)}),
     "no number": changed(**{BIAS: np.full(16, np.nan, np.float32)}),
