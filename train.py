@@ -210,6 +210,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     begun = (run.out / "batch-tome.pt").exists()
     model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
     first, uses_memory = int(steps * settings.memory_from), True
+    if run.is_published:                # its keys and queries are trained: they need no fit
+        first = 0
 
     def next_batch(step):
         nonlocal uses_memory
@@ -484,12 +486,12 @@ def in_words(figures):
 # ---- Weights that a stage starts from ------------------------------------------------------------
 
 def new_batch_tome(run, seed=None):
-    """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a file
-    of the paper's own code."""
+    """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a
+    file of the paper's own code."""
     torch.manual_seed(run.seed if seed is None else seed)
     model, mlm = BatchTOME(TOME(run.batch_tome_config)), None
     tome = model.tome
-    if run.init and os.path.isfile(run.init):
+    if run.is_published:
         _, state = published(run.init, run.config, aloud=seed is None)
         model.load_state_dict(state, strict=False)
         tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
@@ -508,15 +510,16 @@ def new_batch_tome(run, seed=None):
             layer.load_state_dict(state)
         if mlm is None:
             say(f"{run.init} has no MLM head: made a fresh one.")
-            # It starts at the words' frequencies: to learn these alone takes a thousand steps.
-            tokens = run.corpus.tokens[:10 ** 7]
-            words = tokens[run.corpus.maskable[tokens]]
-            counts = np.bincount(words, minlength=run.config.vocab_size) + 1
-            tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
         else:
             tome.mlm.load_state_dict(mlm)
     else:
         start_positions(model)
+    if run.init and mlm is None:
+        # It starts at the words' frequencies: to learn these alone takes a thousand steps.
+        tokens = run.corpus.tokens[:10 ** 7]
+        words = tokens[run.corpus.maskable[tokens]]
+        counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+        tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     return model
 
 def published(path, config, aloud=True):
@@ -831,6 +834,11 @@ class Run:
         return self.config.memory != "mentions"
 
     @property
+    def is_published(self):
+        """batch-tome comes trained, in a file of the paper's own code (--init FILE)."""
+        return self.saved is not None and "flax" in (self.saved["weights"] or {})
+
+    @property
     def batch_tome_config(self):
         """BATCH-TOME has one memory layer, and perhaps fewer layers (tome.split_into_blocks)."""
         n_block = self.config.n_block_batch or self.config.n_block
@@ -872,8 +880,8 @@ def plan(run, kind, flags=None):
     if kind == "tome" and run.is_baseline:          # it also has the steps of batch-tome
         first = run.settings.schedule["batch-tome"]
         schedule = replace(first, steps=first.steps + schedule.steps)
-    if kind == "batch-tome" and "flax" in (run.saved["weights"] or {}):
-        schedule = replace(schedule, steps=0)           # trained already
+    if kind == "batch-tome" and run.is_published:
+        schedule = replace(schedule, steps=0)
     if run.init and kind in ("batch-tome", "tome"):
         schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
     flags = flags or {name: old.get(name) for name in CHOSEN}
