@@ -492,8 +492,10 @@ def new_batch_tome(run, seed=None):
     model, mlm = BatchTOME(TOME(run.batch_tome_config)), None
     tome = model.tome
     if run.is_published:
-        _, state = published(run.init, run.config, aloud=seed is None)
-        model.load_state_dict(state, strict=False)
+        _, state, unused = load_flax(run.init, run.config)
+        missing, _ = model.load_state_dict(state, strict=False)
+        if seed is None:
+            say_of_file(run.init, missing, unused)
         tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
         mlm = state.get("encoder.tome.mlm.bias")
     elif run.init:
@@ -522,31 +524,25 @@ def new_batch_tome(run, seed=None):
         tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     return model
 
-def published(path, config, aloud=True):
-    """load_flax's (config, state), and says what of the file is not used and what it lacks."""
-    theirs, state, unused = load_flax(path, config)
-    heads = {"MLM head": "encoder.tome.mlm.bias", "claim head": "encoder.tome.claim.bias"}
-    if "encoder.key.linear.bias" in state:
-        heads["coreference layer"] = "coref.linear.bias"
-    else:
-        heads["answer layer"] = "encoder.tome.answer.linear.bias"
-    lacks = [head for head, name in heads.items() if name not in state]
-    if aloud and unused:
+def say_of_file(path, missing, unused):
+    """Says what a file of the paper's own code lacks, and what of it is not used."""
+    lacks = sorted({name.removeprefix("encoder.tome.").split(".")[0] for name in missing})
+    say(f"{path} has no weights of {', '.join(lacks)}: made fresh.")
+    if unused:
         say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
-    if aloud:
-        say(f"{path} has no {' and no '.join(lacks)}: made fresh.")
-    return theirs, state
 
-def published_tome(run, path):
+def published_tome(run, tome, path):
     """TOME's state dictionary of a file of the paper's own code. Raises UserError."""
-    theirs, state = published(path, run.config)
+    theirs, state, unused = load_flax(path, run.config)
     if "encoder.key.linear.weight" in state:
         raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
-    for name in ("n_blocks", "n_initial", "n_block"):
-        if getattr(theirs, name) != getattr(run.config, name):
-            raise UserError(f"--start {path}: its {name} is {getattr(theirs, name)}, this run's "
-                            f"{getattr(run.config, name)}; a TOME-2 goes with --blocks 2")
-    return part_of(state, "encoder.tome.")
+    if any(getattr(theirs, name) != getattr(run.config, name)
+           for name in ("n_blocks", "n_initial", "n_block")):
+        raise UserError(f"--start {path}: it is a TOME-{theirs.n_blocks} of {theirs.n_initial} + "
+                        f"{theirs.n_block} layers, as this run is not; TOME-2 wants --blocks 2")
+    state = part_of(state, "encoder.tome.")
+    say_of_file(path, tome.state_dict().keys() - state.keys(), unused)
+    return state
 
 def keep_published(run, recipe, start):
     """Writes OUT/<kind>.pt of weights that the paper's own code has trained: without a step."""
@@ -576,7 +572,7 @@ def start_from(run, tome, start):
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     if start != "scratch":
         if is_flax(start):
-            saved = published_tome(run, start)
+            saved = published_tome(run, tome, start)
         else:
             checkpoint = read_checkpoint(Path(start))
             saved = checkpoint["best"] or checkpoint["model"]

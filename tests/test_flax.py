@@ -415,12 +415,14 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
                                                                                 capsys):
     init, state = write_init(tmp_path / "init", n_block=4)
     config, tome = random_tome(blocks)
-    (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
+    left_over = {"memory_extraction_layer/key_projector/bias": np.zeros(8, np.float32)}
+    (tmp_path / "tome").write_bytes(pack(exported(tome, config) | left_over))
     out, corpus = tmp_path / "run", write_corpus(tmp_path / "corpus.jsonl")
     run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
         str(out), "--blocks", str(blocks), *SMALL)
     said = capsys.readouterr().out
-    assert "has no MLM head and no claim head: made fresh" in said and "taken as trained" in said
+    assert "has no weights of answer, claim, mlm: made fresh" in said
+    assert "taken as trained" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["recipe"]["steps"] == saved["step"] == 0
     assert all(torch.equal(saved["model"][name], state[name]) for name in state)
@@ -428,6 +430,9 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     assert train.read_manifest(memory)["n"] == 24 and not (out / "log.jsonl").exists()
 
     run("--stage", "tome", "--start", str(tmp_path / "tome"), "--out", str(out), "--quiet")
+    said = capsys.readouterr().out
+    assert "has no weights of claim, mlm: made fresh" in said
+    assert "passed over memory_extraction_layer" in said
     saved = train.read_checkpoint(out / "tome.pt")
     assert saved["recipe"]["steps"] == 0
     assert all(torch.equal(saved["model"][name], tensor)
@@ -486,7 +491,7 @@ def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, w
     assert not out.exists()
 
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
-                                            ("a TOME-2", "goes with --blocks 2")])
+                                            ("a TOME-2", "TOME-2 wants --blocks 2")])
 def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
     init, _ = write_init(tmp_path / "init", n_block=4)
     config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
