@@ -302,7 +302,6 @@ FLAX_LAYER = {"attention.qkv": [f"attention_block.attention_layer.{name}"
               "down": ["mlp_block.dense"], "norm": ["mlp_block.layer_norm"]}
 FLAX_MEMORY = {"query.linear": ["query_projector"], "up": ["update_layer.retrieval_projector"],
                "norm": ["update_layer.layer_norm"]}
-FLAX_KEYS = {"key.linear": ["key_projector"], "value.linear": ["value_projector"]}
 FLAX_MLM = {"dense": ["dense"], "norm": ["layer_norm"], "": [""]}
 FLAX_CONFIG = {"dropout_rate": "dropout", "k_top_device": "k", "final_k_top_device": "k_answer"}
 
@@ -369,15 +368,16 @@ def flax_config(path, arrays, config):
         raise ValueError("its two reads have each their own encoder")
     memory = "final_memory_attention_layer" if n_blocks == 2 else "memory_attention_layer"
     layer = "initial_encoder.layer_sequence.layers_0"
-    value_dim = size(f"{memory}.update_layer.retrieval_projector.kernel")
     config = replace(
         config, vocab_size=size("embedder.embedders_token_ids.embedding"), gelu="tanh",
         max_positions=size("embedder.embedders_position_ids.embedding"),
         hidden=size("embeddings_layer_norm.bias"), intermediate=size(f"{layer}.mlp_block.mlp.bias"),
         n_heads=size(f"{layer}.attention_block.attention_layer.query.bias"), n_block_batch=0,
         n_initial=n_layers("initial"), n_block=n_blocks * n_layers("final"), n_blocks=n_blocks,
-        key_dim=size(f"{memory}.query_projector.bias"), value_dim=value_dim,
-        coref_dim=arrays.get("encoder.mention_projector.bias", np.zeros(value_dim)).size)
+        key_dim=size(f"{memory}.query_projector.bias"),
+        value_dim=size(f"{memory}.update_layer.retrieval_projector.kernel"))
+    if "encoder.mention_projector.bias" in arrays:
+        config = replace(config, coref_dim=size("mention_projector.bias"))
     file = beside(path, "config.json")
     said = json.loads(file.read_text()).get("model_config", {}) if file else {}
     for name, ours in FLAX_CONFIG.items():
@@ -442,9 +442,9 @@ def load_flax(path, config):
             take("query", nn.Linear(config.coref_dim, config.key_dim),
                  {"": ["final_query_projector"]}, "encoder.")
         elif "encoder.memory_extraction_layer.key_projector.bias" in raw:
-            module = nn.ModuleDict({"key": SpanEncodingLayer(hidden, config.key_dim),
-                                    "value": SpanEncodingLayer(hidden, config.value_dim)})
-            take("encoder", module, FLAX_KEYS, "encoder.memory_extraction_layer.")
+            for name, dim in (("key", config.key_dim), ("value", config.value_dim)):
+                take(f"encoder.{name}", SpanEncodingLayer(hidden, dim),
+                     {"linear": [f"{name}_projector"]}, "encoder.memory_extraction_layer.")
     if is_tome:         # their z of eq. 10 is two linear maps, one after the other: ours is one
         W, b = state.pop("query.weight").double(), state.pop("query.bias").double()
         W_first, b_first = state.pop("coref.linear.weight"), state.pop("coref.linear.bias")
