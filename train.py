@@ -26,6 +26,7 @@ import sys
 import time
 import zipfile
 import zlib
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -43,7 +44,8 @@ import ann
 import data
 from data import UserError, checksum, read_json, write_file, write_json
 from encoder import CheckpointError, Config, bert_config, load_bert
-from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
+from memory import (MentionMemory, build_memory, encode_passages, intact, load_memory,
+                    read_manifest)
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
                   coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, predict_entity,
                   share_of_mean, split_into_blocks, start_positions)
@@ -94,18 +96,16 @@ SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard
              k_answer_shard=64, n_initial=3, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
 PRESETS = {
-    "base": {},
-    "mini": SMALL | dict(
-        hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, passage_length=96,
-        max_length=256, vocab=8000, memory_from=0.75, bert_rate=0.1, log_every=100,
-        save_every=100, eval_mentions=300, schedule={
+    "base": data.TEXT_PRESETS["base"],
+    "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
+        hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, memory_from=0.75,
+        bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
             "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
-    "toy": SMALL | dict(
+    "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, n_block=4, n_block_batch=1, max_positions=128,
-        passage_length=64, max_length=128, vocab=2000, mention_rate=0.25, init_std=0.05,
-        memory_from=0.3, whole_softmax=True, claim_mask=True, log_every=200, save_every=200,
-        eval_mentions=200, schedule={
+        mention_rate=0.25, init_std=0.05, memory_from=0.3, whole_softmax=True, claim_mask=True,
+        log_every=200, save_every=200, eval_mentions=200, schedule={
             "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
@@ -114,9 +114,8 @@ LIMITS = dict(
     n_block_batch=(0, 65536), n_entities=(0, 10 ** 9), vocab_size=(1, 10 ** 7), n_blocks=(1, 2),
     hidden=(2, 16384), max_positions=(16, 65536), passage_length=(8, 65536), vocab=(200, 10 ** 7),
     max_length=(16, 65536), coref_entities=(1, 10 ** 9), log_every=(1, 10 ** 9),
-    save_every=(1, 10 ** 9), steps=(1, 10 ** 9), warmup=(0, 10 ** 9), lr=(1e-12, 10),
-    dropout=(0, 0.9), init_std=(1e-6, 1), beta2=(0, 0.999999), clip=(1e-6, 10 ** 6),
-    bert_rate=(0, 100), cloze_weight=(0, 100))
+    save_every=(1, 10 ** 9), steps=(1, 10 ** 9), lr=(1e-12, 10), dropout=(0, 0.9),
+    beta2=(0, 0.999999), clip=(1e-6, 10 ** 6), bert_rate=(0, 100), cloze_weight=(0, 100))
 CHOICES = dict(memory_dtype=("float16", "float32"), gelu=("none", "tanh"),
                memory=("mentions", "entities", "none"))
 
@@ -188,8 +187,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     settings, corpus, steps = run.settings, run.corpus, recipe["steps"]
     passages = np.flatnonzero(~corpus.held_out)
     if not len(passages):
-        raise UserError(f"{corpus.folder}: all passages are held out, none is left to train on; "
-                        'add articles, or a field "split": "train"')
+        raise UserError(f"{corpus.folder}: all passages are held out; add some to train on")
 
     def clusters(epoch):
         found = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
@@ -214,24 +212,15 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         nonlocal uses_memory
         uses_memory = step >= first
         if first and step == 0:
-            measure("with the initial weights")
             say(f"The memory is off until step {first}: the layers learn what the markers hold.")
         if first and step == first:
-            measure("before the fit")
             sample = np.random.default_rng(run.seed).permutation(passages)[:768]
             parts = np.array_split(sample, -(-len(sample) // 32))
             fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None)
                                          .to(run.device) for part in parts])
-            measure("after the fit of keys and queries")
-            say("From here on the memory is attended.")
+            model.train()
+            say("Keys and queries are fitted. From here on the memory is attended.")
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
-
-    def measure(when):
-        """Says how visible mentions would attend: so the fit is seen at work."""
-        masses = [f"{figures['mass_visible']:.2f} ({kind})" for kind, figures in evaluate().items()]
-        say(f"batch-tome {when}: visible mentions' attention on their own entity "
-            + ", ".join(masses))
-        model.train()
 
     def losses(batch):
         H, _ = model(batch, uses_memory)
@@ -255,8 +244,6 @@ def make_memory(run, file=None):
     encoder = load_model(run, "batch-tome")[0].encoder
     now = with_appended(run, file) if file else run
     folder, before = (folder_of(run.out, memory_recipe(r)) for r in (now, run))
-    if folder.exists() and read_manifest(folder)["encoder"] != encoder.fingerprint:
-        raise UserError(f"{folder} was written by another mention encoder; remove it")
     if not folder.exists():
         build_memory(encoder, now.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      memory_recipe(now), before if before.exists() else None)
@@ -524,8 +511,7 @@ def start_from(run, tome, start):
         saved = checkpoint["best"] or checkpoint["model"]
         if any(saved[name].shape != tensor.shape if name in saved else name.startswith("initial.")
                for name, tensor in state.items()):
-            raise UserError(f"--start {start}: no TOME of these dimensions; give a tome.pt, "
-                            "claims.pt or qa.pt of such a run")
+            raise UserError(f"--start {start}: no TOME of these dimensions is in it")
         state |= {name: tensor for name, tensor in saved.items() if name in state}
     tome.load_state_dict(state)
 
@@ -535,8 +521,7 @@ def open_memory(run, tome, encoder, n_search=None):
     if tome.entities is not None:
         return tome.entities, tome.entities
     folder = folder_of(run.out, memory_recipe(run))
-    if not folder.exists():
-        raise UserError(f"{folder} is missing; run python train.py --stage memory --out {run.out}")
+    needs(folder.exists(), folder, "memory")
     memory = load_memory(folder, encoder, run.device).bucketed(n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
@@ -557,7 +542,7 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
     supported = torch.ones_like(seen_entity)            # the entity stands in another passage too
     if isinstance(memory, MentionMemory):
         supported = memory.passages_of(len(corpus.entity_names)) > 1
-    sums = {"seen": {}, "unseen": {}}
+    sums = {"seen": Counter(), "unseen": Counter()}
     for first in range(0, len(mentions), batch_size):
         chosen = mentions[first:first + batch_size]
         if len(chosen) < size:              # every process needs a row: the last few are left out
@@ -575,17 +560,20 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
             of_kind = (batch.entity > 0) & (seen_entity[batch.entity] == is_seen)           # (M,)
             masked, token = of_kind & batch.masked, of_kind[batch.target_mention]           # (L,)
             visible = of_kind & ~batch.masked & supported[batch.entity]
-            for name, values in dict(
-                    tokens=token, right=right & token, n=masked, named=named & masked,
-                    mass_masked=mass[masked], visible=visible, mass_visible=mass[visible]).items():
-                sums[kind][name] = sums[kind].get(name, 0.0) + values.sum().item()
-    for kind, s in sums.items():
-        s = {name: float(ann.sum_over_processes(value, device)) for name, value in s.items()}
-        sums[kind] = {name: s.get(part, 0.0) / max(s.get(whole, 0.0), 1) for name, part, whole in (
-            ("accuracy", "right", "tokens"), ("entity", "named", "n"),
-            ("mass_masked", "mass_masked", "n"), ("mass_visible", "mass_visible", "visible"))}
-        sums[kind]["n"] = int(s.get("n", 0))
-    return sums
+            counted = {"tokens": token, "right": right & token, "masked": masked,
+                       "named": named & masked, "mass_masked": mass[masked],
+                       "visible": visible, "mass_visible": mass[visible]}
+            sums[kind].update({name: x.sum().item() for name, x in counted.items()})
+    figures = {"accuracy": ("right", "tokens"), "entity": ("named", "masked"),
+               "mass_masked": ("mass_masked", "masked"), "mass_visible": ("mass_visible", "visible")}
+    result = {}
+    for kind, here in sums.items():
+        total = {name: float(ann.sum_over_processes(here[name], device))
+                 for name in sorted({name for pair in figures.values() for name in pair})}
+        result[kind] = {name: total[part] / max(total[all_of_it], 1)
+                        for name, (part, all_of_it) in figures.items()}
+        result[kind]["n"] = int(total["masked"])
+    return result
 
 def evaluate_memory(run, tome, memory, mentions):
     """masked_mentions, and its accuracy with the memory emptied and with its values shuffled."""
@@ -657,6 +645,9 @@ def toy_examples(run, task, hops="one_hop", split="test"):
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
+    with intact(path, f"python train.py --stage tome --out {run.out} makes it again"):
+        if read_json(path.with_name("recipe.json"))["files"][path.name] != checksum(path):
+            raise ValueError("its checksum differs")
     return path
 
 def dev_files(path):
@@ -671,8 +662,7 @@ def read_examples(run, task, path, known=True):
         examples = [e for e in examples if task == "qa" or e.label is not None]
         if not any(e.label is not None or e.answers for e in examples):
             what = "claim has a label" if task == "claims" else "question has an answer"
-            raise UserError(f"{path}: no {what}: there is nothing to learn or to compare with; "
-                            "python eval.py --show shows what is retrieved")
+            raise UserError(f"{path}: no {what}; python eval.py --show needs none")
     missing = sum(e.mentions is None for e in examples)
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
@@ -705,8 +695,7 @@ def read_task_examples(run, task, path):
         say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of "
             "the corpus; the others are left out.")
     if not examples:
-        raise UserError(f"{path}: no example to train on is left; give more than one, and name "
-                        "answers as the corpus names its entities")
+        raise UserError(f"{path}: no example to train on is left; give more of them")
     return examples, dev
 
 def cloze(run, example, rng):
@@ -747,9 +736,9 @@ def disguise(batch):
 FORMAT = 4                  # of run.json and of recipes
 RUN = {"format": FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None,
        "text": None, "init": None, "weights": None, "bert": None, "appended": []}
-CHECKPOINT = {"recipe": dict, "step": int, "evaluated": int, "sums": dict, "best_score": float,
-              "model": dict, "optimizer": dict, "processes": int, "best": object, "encoder": object}
-CHOSEN = ("start", "examples", "n_search")     # by flags, anew for every stage
+CHECKPOINT = {"recipe", "step", "evaluated", "sums", "best_score", "model", "optimizer",
+              "processes", "best", "encoder"}
+TRAIN_AGAIN = "remove it to train this stage again"
 READ_BY = {name: kinds for names, kinds in (            # settings that only some stages read
     ("cluster coref_weight coref_entities memory_from", "batch-tome"),
     ("entity_weight memory_fraction", "tome"), ("max_length log_every", "claims qa"),
@@ -800,14 +789,14 @@ def memory_recipe(run):
     return {"kind": "memory", "format": FORMAT, "memory_dtype": run.settings.memory_dtype,
             "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
 
-def plan(run, kind, flags=None):
-    """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it. flags: what the
-    command line says of this stage; None: what it was made with. Raises UserError where the file
-    that is there was made otherwise."""
-    path, old, checkpoint = run.out / f"{kind}.pt", {}, None
-    if path.exists():
-        checkpoint = read_checkpoint(path)
-        old = checkpoint["recipe"]
+def plan(run, kind, flags={}):
+    """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it.
+
+    flags: what the command line says of this stage. What it leaves out is as the stage was made, or
+    as the preset has it. Raises UserError where the file that is there was made otherwise."""
+    path = run.out / f"{kind}.pt"
+    checkpoint = read_checkpoint(path) if path.exists() else None
+    old = checkpoint["recipe"] if checkpoint else {}
     made_from = dict(old.get("made_from", {}))      # of a file that was removed, what it was counts
     made_from["corpus"] = identity(corpus_recipe(run.saved, []))
     for source in {"batch-tome": (), "tome": ("batch-tome",)}.get(kind, ("batch-tome", "tome")):
@@ -819,24 +808,24 @@ def plan(run, kind, flags=None):
         schedule = replace(first, steps=first.steps + schedule.steps)
     if run.init and kind in ("batch-tome", "tome"):
         schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
-    flags = flags or {name: old.get(name) for name in CHOSEN}
-    steps = flags.get("steps") or old.get("steps") or schedule.steps
-    batch = flags.get("batch") or old.get("batch") or schedule.batch
-    lr = old.get("lr") or [[0, flags.get("lr") or schedule.lr]]
-    changes = flags.get("lr") not in (None, lr[-1][1])
-    goes_on = checkpoint is not None and checkpoint["evaluated"] < steps
+    chosen = {"steps": schedule.steps, "batch": schedule.batch, "lr": [[0, schedule.lr]],
+              "start": None, "examples": None, "n_search": None}
+    chosen |= {name: value for name, value in old.items() if name in chosen}
+    given = {name: value for name, value in flags.items() if value is not None}
+    peak, lr = given.pop("lr", None), chosen["lr"]
+    chosen |= given
+    goes_on = checkpoint is not None and checkpoint["evaluated"] < chosen["steps"]
+    if peak not in (None, lr[-1][1]):               # a stage goes on with another rate from here
+        first = checkpoint["step"] if goes_on else 0
+        chosen["lr"] = [change for change in lr if change[0] < first] + [[first, peak]]
     recipe = {"kind": kind, "format": FORMAT, "seed": run.seed, "init": run.saved["weights"],
-              "made_from": made_from, "steps": steps, "batch": batch,
-              "lr": [[0, flags["lr"]]] if changes and not goes_on else lr,
-              "warmup": min(schedule.warmup, steps // 10),
-              **{name: flags.get(name) for name in CHOSEN},
-              **{name: value for name, value in settings.items()
-                 if kind in READ_BY.get(name, kind).split()}}
+              "made_from": made_from, "warmup": min(schedule.warmup, chosen["steps"] // 10),
+              **chosen, **{name: value for name, value in settings.items()
+                           if kind in READ_BY.get(name, kind).split()}}
+    if goes_on:
+        old["lr"] = chosen["lr"]
     if old:
         compare(path, old, recipe)
-    if changes and goes_on:
-        step = checkpoint["step"]
-        recipe["lr"] = [change for change in lr if change[0] < step] + [[step, flags["lr"]]]
     return recipe, checkpoint
 
 def compare(path, old, new):
@@ -848,69 +837,62 @@ def compare(path, old, new):
         if old.get(name) != new.get(name):
             was, now = (r.get(name) if name != "lr" else r[name][-1][1] for r in (old, new))
             raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
-                            "again, or choose another --out")
+                            "again")
 
 def stage_of(kind):
     return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
+
+def needs(there, path, kind, how="missing"):
+    """Raises UserError where an artefact that a command needs is not there."""
+    if not there:
+        raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
+                        f"--out {path.parent}")
 
 def save_checkpoint(path, **values):
     write_file(path, lambda file: torch.save(values, file))
 
 def read_checkpoint(path):
     """The dictionary of a .pt file. Objects are never unpickled."""
-    try:
+    path = Path(path)
+    needs(path.exists(), path, path.stem)
+    with intact(path, TRAIN_AGAIN):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        for name, kind in CHECKPOINT.items():
-            if not isinstance(checkpoint[name], kind):
-                raise ValueError(f"{name} is no {kind.__name__}")
-        if checkpoint["recipe"].get("format") != FORMAT:
-            raise ValueError("it is of another format")
         recipe = checkpoint["recipe"]
-        learning_rate(recipe, 0), recipe["batch"] + 1, dict(recipe["made_from"])    # or TypeError
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; train its stage first") from None
-    except Exception as error:
-        raise UserError(f"{path} is damaged ({repr(error).splitlines()[0][:100]}); remove it to "
-                        "train this stage again") from None
-    return checkpoint
+        if checkpoint.keys() != CHECKPOINT or recipe["format"] != FORMAT:
+            raise ValueError("it is of another format")
+        learning_rate(recipe, checkpoint["step"]), dict(recipe["made_from"])    # or TypeError
+        return checkpoint
 
 def load_state(path, target, state):
-    """target.load_state_dict, with one sentence where it does not fit."""
-    try:
+    with intact(path, TRAIN_AGAIN):
         target.load_state_dict(state)
-    except Exception as error:
-        raise UserError(f"{path} does not fit this model ({' '.join(str(error).split())[:100]}); "
-                        "remove it to train this stage again") from None
 
 def load_model(run, kind="tome"):
     """(model, fingerprint of its Mention Encoder) of a stage that is done."""
     path, (recipe, checkpoint) = run.out / f"{kind}.pt", plan(run, kind)
-    if checkpoint is None or checkpoint["evaluated"] < recipe["steps"]:
-        raise UserError(f"{path} is missing or unfinished; run python train.py "
-                        f"--stage {stage_of(kind)} --out {run.out}")
-    batch_tome = kind == "batch-tome"
-    model = BatchTOME(TOME(run.batch_tome_config)) if batch_tome else TOME(run.config)
+    needs(checkpoint, path, kind)
+    needs(checkpoint["evaluated"] >= recipe["steps"], path, kind, "unfinished")
+    if kind == "batch-tome":
+        model = BatchTOME(TOME(run.batch_tome_config))
+    else:
+        model = TOME(run.config)
     load_state(path, model, checkpoint["best"] or checkpoint["model"])
     return model.to(run.device).eval(), checkpoint["encoder"]
 
 def read_run_file(out):
     """OUT/run.json: what the run was started with."""
     path = Path(out) / "run.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing: nothing was trained there; python train.py --stage "
-                        f"tome --out {out} trains on the toy world")
-    try:
+    needs(path.exists(), path, "tome")
+    with intact(path, "choose another --out"):
         saved = read_json(path)
         if saved.keys() != RUN.keys() or saved["format"] != FORMAT:
             raise ValueError(f"format {saved.get('format')}, this version reads {FORMAT}")
         settings_of(saved)
         return saved
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error!r:.99}); choose another --out") from None
 
 def settings_of(saved):
     """(Settings, Config) of what run.json holds."""
@@ -961,59 +943,67 @@ def make_run(args):
     folder = folder_of(out, corpus_recipe(saved, saved["appended"]))
     ann.barrier()
     if ann.rank_and_size()[0] == 0:
-        for path in (out / "world", out / "log.jsonl", *out.glob("*.part")):
-            if path.is_symlink():
-                raise UserError(f"{path} is a link: nothing is written outside of --out; remove it")
         if not (out / "run.json").exists():
             for path in out.glob("corpus-????????"):
                 if path != folder:
-                    raise UserError(f"{path} is of another command, and {out}/run.json, which says "
-                                    "of which, is missing; put it back or choose another --out")
+                    raise UserError(f"{out}/run.json is missing, and {path} is of another command; "
+                                    "choose another --out")
         if not (out / "run.json").exists() or saved != read_run_file(out):
             write_json(out / "run.json", saved)
         source = saved["corpus"] or make_world(out / "world", saved["seed"])
-        if not folder.exists():
-            make_corpus(saved, source, folder)
-        if not args.append:
-            sweep(out, "corpus", folder)
+        sweep(out, "corpus", make_corpus(out, saved, source))
     ann.barrier()
     return load_run(out, saved, args.device)
 
 def make_world(folder, seed):
-    """The toy world of that seed; recipe.json is written last. Returns its corpus file."""
-    recipe, path = {"kind": "world", "format": FORMAT, "seed": seed}, folder / "recipe.json"
-    if not path.exists() or read_json(path) != recipe:
+    """The toy world of that seed; recipe.json, written last, has the checksums of its files. A
+    world that is not as it was made is made again. Returns its corpus file."""
+    recipe = {"kind": "world", "format": FORMAT, "seed": seed}
+    try:
+        held = read_json(folder / "recipe.json")
+        whole = held.items() >= recipe.items() and held["files"] == checksums(folder)
+    except (OSError, ValueError, KeyError):
+        whole = False
+    if not whole:
         say(f"No --corpus: making the toy world in {folder}.")
-        path.unlink(missing_ok=True)
         data.write_toy(folder, *data.toy_world(seed))
-        write_json(path, recipe)
+        write_json(folder / "recipe.json", recipe | {"files": checksums(folder)})
     return folder / "corpus.jsonl"
 
-def make_corpus(saved, source, folder):
-    say(f"Tokenising {source}.")
+def checksums(folder):
+    """{name: checksum} of the files of a world."""
+    return {path.name: checksum(path) for path in sorted(folder.glob("*.jsonl"))}
+
+def make_corpus(out, saved, source, run=None):
+    """Tokenises `source` into the corpus that run.json, `saved`, is to name. Of a `run`: its corpus
+    and tokenizer stay, and the source follows. Returns the folder."""
     recipe = corpus_recipe(saved, saved["appended"])
-    if saved["init"]:
+    folder = folder_of(out, recipe)
+    if folder.exists():
+        return folder
+    say(f"Tokenising {source}.")
+    if run:
+        tokenizer = run.tokenizer
+    elif saved["init"]:
         tokenizer = data.load_tokenizer(Path(saved["init"]) / "vocab.txt")
     else:
         texts = (text.text for text in data.read_corpus(source))
         tokenizer = data.train_tokenizer(texts, recipe["vocab"])
     corpus = data.Corpus.build(source, folder, tokenizer, recipe["passage_length"],
-                               recipe["max_length"], recipe)
+                               recipe["max_length"], recipe, run and run.corpus)
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
+    return folder
 
 def with_appended(run, file):
     """This run, and its corpus followed by a file: tokenised, but run.json does not name it yet."""
     crc, past = checksum(file), run.saved["appended"]
     if crc in past:
         return run
-    saved = run.saved | {"appended": [*past, crc]}
-    recipe = corpus_recipe(saved, saved["appended"])
-    folder, n = folder_of(run.out, recipe), len(run.corpus.article)
-    if ann.rank_and_size()[0] == 0 and not folder.exists():
-        data.Corpus.build(file, folder, run.tokenizer, recipe["passage_length"],
-                          recipe["max_length"], recipe, run.corpus)
+    saved, n = run.saved | {"appended": [*past, crc]}, len(run.corpus.article)
+    if ann.rank_and_size()[0] == 0:
+        make_corpus(run.out, saved, file, run)
     ann.barrier()
     grown = load_run(run.out, saved, run.device.type)
     say(f"memory: {len(grown.corpus.article) - n:,} passages of {file} added to {n:,}.")
@@ -1024,8 +1014,7 @@ def load_run(out, saved, device=None):
     settings, config = settings_of(saved)
     recipe = corpus_recipe(saved, saved["appended"])
     folder = folder_of(out, recipe)
-    if not folder.exists():
-        raise UserError(f"{folder} is missing; run python train.py --stage tome --out {out}")
+    needs(folder.exists(), folder, "tome")
     corpus = data.Corpus(folder)
     compare(folder, corpus.meta["recipe"], recipe)
     words = max(corpus.vocab_size, config.vocab_size) if saved["init"] else corpus.vocab_size
@@ -1049,11 +1038,10 @@ def sweep(out, kind, keep):
             shutil.rmtree(path, ignore_errors=True)
 
 def log(out, record):
-    """Appends to log.jsonl, durably, and through no link."""
+    """Appends to log.jsonl, durably."""
     if ann.rank_and_size()[0] == 0:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        with open(os.open(out / "log.jsonl", flags, 0o666), "ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -1063,16 +1051,14 @@ def read_log(path):
     for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
-        try:
+        with intact(f"{path}:{n}", "take this line out"):
             record = json.loads(line)
             record |= {"stage": str(record["stage"]), "step": int(record["step"])}
             for value in record.values():
                 values = value.values() if isinstance(value, dict) else [value]
                 if not all(isinstance(v, str) or np.isfinite(v) for v in values):
                     raise ValueError(f"{value} is no number")
-            lines.append((line, record))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise UserError(f"{path}:{n}: damaged ({error}); take this line out") from None
+        lines.append((line, record))
     return lines
 
 def trim_log(path, stage, step):
@@ -1085,32 +1071,34 @@ def trim_log(path, stage, step):
 
 @contextmanager
 def alone_in(out):
-    """Keeps other commands out of a run folder. The first process holds the lock; the system takes
-    it back however that ends."""
+    """Makes the run folder and keeps other commands out of it. The first process holds the lock;
+    the system takes it back however that ends."""
     if ann.rank_and_size()[0] > 0:
         yield
         return
-    new, folder = not os.path.exists(out), None
+    is_new, folder = not os.path.exists(out), None
     try:
         os.makedirs(out, exist_ok=True)
-        if os.name != "nt":
-            folder = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror}); choose another") from None
     try:
         try:
             import fcntl            # not on Windows
+            folder = os.open(out, os.O_RDONLY)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--out {out}: another train.py is at work there; wait for its end, or "
-                            "choose another folder") from None
+            raise UserError(f"--out {out}: another train.py is at work there") from None
         except (OSError, ImportError):
             say(f"{out} cannot be locked: start no second train.py there.")
+        for name in ("world", "log.jsonl", "*.part"):
+            for path in Path(out).glob(name):
+                if path.is_symlink():
+                    raise UserError(f"{path} is a link; remove it: all is written inside --out")
         yield
     finally:
         if folder is not None:
             os.close(folder)
-        if new:
+        if is_new:
             with suppress(OSError):     # it is not empty
                 os.rmdir(out)
 
@@ -1234,12 +1222,8 @@ def train(args):
         path = getattr(args, name)
         if path and not os.path.isfile(path) and (name, path) != ("start", "scratch"):
             raise UserError(f"{path}: no such file for --{name}")
-    if args.append:                     # never trains
-        read_run_file(args.out)
-        path = Path(args.out) / "batch-tome.pt"
-        checkpoint = read_checkpoint(path)
-        if checkpoint["evaluated"] < checkpoint["recipe"]["steps"]:
-            raise UserError(f"{path} is unfinished: --append wants a trained run")
+    if args.append:                     # to what is there; this never trains
+        return make_memory(load_run(args.out, settle(args), args.device), args.append)
     run, kind = make_run(args), args.task or args.stage
     if args.start:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
@@ -1252,14 +1236,13 @@ def train(args):
     if args.task:
         kinds.append(kind)
     if kind not in kinds:
-        raise UserError(f"--stage {kind}: this run is of a baseline without mention memory; begin "
-                        "with --stage tome")
+        raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
     for name in kinds[:kinds.index(kind) + 1]:
         named, started = name == kind, time.time()
         if name == "memory":
-            make_memory(run, args.append)
+            make_memory(run)
             continue
-        recipe, checkpoint = plan(run, name, flags if named else None)
+        recipe, checkpoint = plan(run, name, flags if named else {})
         if checkpoint and checkpoint["evaluated"] >= recipe["steps"]:
             if named:
                 say(f"{name}: already trained ({run.out / name}.pt).")
