@@ -52,6 +52,7 @@ from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, c
 
 @dataclass
 class Schedule:
+    """How long and how fast a stage learns; --steps, --batch and --lr replace its fields."""
     steps: int
     lr: float
     warmup: int             # steps of linear warm-up; linear decay to zero follows
@@ -92,6 +93,8 @@ class Settings:
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
+# Their models are small and their steps few, so rates are ten times the paper's or more, and every
+# shard offers all k of its best: there is one shard.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
@@ -151,6 +154,9 @@ def preset(name, n_blocks=1, changes=None, bert=None):
     return settings, config
 
 # ---- The stages ----------------------------------------------------------------------------------
+# A stage is a model, its batches and its losses; the loop further down is the same for all. A loss
+# is this process's share of the mean over the whole batch: the sum of all processes' gradients is
+# then the gradient of the whole batch, whatever their number.
 
 class Stage(NamedTuple):
     """What train_stage asks of a stage."""
@@ -178,6 +184,7 @@ def shuffled(run, number, items):
                    .permutation(items))
 
 def masked_batch(run, passages, number, step):
+    """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
                            settings.mentions)
@@ -223,6 +230,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
 
     def losses(batch):
+        """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
+        what its passage says of the entity; without it TOME loses most (app. B.5)."""
         H, _ = model(batch, uses_memory)
         z = model.coref(H, batch.row, batch.start, batch.end)
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
@@ -231,6 +240,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
                 "coref": (settings.coref_weight, coreference_loss(z, entity, batch.passage))}
 
     def evaluate():
+        """As in stage tome, over a memory of a few passages: that of all would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device),
@@ -273,6 +283,8 @@ def tome_stage(run, recipe, start=None, examples=None):
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
     def losses(batch):
+        """A mention never retrieves from its own passage: its memory there was made of the unmasked
+        text and would give the answer away."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         z = model.answer(H, batch.row, batch.start, batch.end)
         found = training_memory.retrieve(z, batch.passage, run.config.k_answer,
@@ -321,6 +333,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
         return disguise(examples_batch(run, task, chosen + sorted(beside, key=wording)))
 
     def losses(batch):
+        """Labels from the claim's own encoding; answers by eq. 10, from the answer head and from
+        the query of the last memory layer, which is what retrieves."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result, weight = {}, settings.cloze_weight if clozes else 1.0
         if task == "claims":
@@ -348,6 +362,8 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
           "qa": finetune_stage}
 
 # ---- The loop ------------------------------------------------------------------------------------
+# A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
+# and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
 def optimizer_for(model, settings):
     """AdamW; no weight decay on layer norms and biases (app. A)."""
@@ -389,6 +405,7 @@ def train_step(run, stage, recipe, optimizer, step):
     return values, int(ann.sum_over_processes(batch.attention_mask.sum(), run.device))
 
 def diverged(run, recipe, step, what):
+    """The error of a training that blew up, with a command that goes on from before it did."""
     kind, lr = recipe["kind"], learning_rate(recipe, step)
     return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, and with "
                      f"--stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on from there")
@@ -468,6 +485,8 @@ def in_words(figures):
     return "  ".join(parts)
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
+# TOME starts from BATCH-TOME's weights (§2.4): its queries already fit the keys in the memory. A
+# memory is of one Mention Encoder; no TOME learns to read another one's (app. B.6).
 
 def new_batch_tome(run, seed=None):
     """BATCH-TOME with fresh weights of a seed, or with those of the BERT in the folder run.init."""
@@ -528,6 +547,8 @@ def open_memory(run, tome, encoder, n_search=None):
 
 # ---- What is measured while training: does the memory fill in what only a memory can know? -------
 
+COUNTED = ("tokens", "right", "masked", "named", "mass_masked", "visible", "mass_visible")
+
 @torch.no_grad()
 def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
     """Accuracy on held-out mentions (corpus numbers, data.eval_mentions), each masked alone.
@@ -560,19 +581,18 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
             of_kind = (batch.entity > 0) & (seen_entity[batch.entity] == is_seen)           # (M,)
             masked, token = of_kind & batch.masked, of_kind[batch.target_mention]           # (L,)
             visible = of_kind & ~batch.masked & supported[batch.entity]
-            counted = {"tokens": token, "right": right & token, "masked": masked,
-                       "named": named & masked, "mass_masked": mass[masked],
-                       "visible": visible, "mass_visible": mass[visible]}
-            sums[kind].update({name: x.sum().item() for name, x in counted.items()})
-    figures = {"accuracy": ("right", "tokens"), "entity": ("named", "masked"),
-               "mass_masked": ("mass_masked", "masked"), "mass_visible": ("mass_visible", "visible")}
+            counted = (token, right & token, masked, named & masked, mass[masked], visible,
+                       mass[visible])
+            sums[kind].update({name: x.sum().item() for name, x in zip(COUNTED, counted)})
     result = {}
-    for kind, here in sums.items():
-        total = {name: float(ann.sum_over_processes(here[name], device))
-                 for name in sorted({name for pair in figures.values() for name in pair})}
-        result[kind] = {name: total[part] / max(total[all_of_it], 1)
-                        for name, (part, all_of_it) in figures.items()}
-        result[kind]["n"] = int(total["masked"])
+    for kind, counted in sums.items():
+        total = {name: float(ann.sum_over_processes(counted[name], device)) for name in COUNTED}
+        n_tokens, n_masked = max(total["tokens"], 1), max(total["masked"], 1)
+        result[kind] = {"accuracy": total["right"] / n_tokens,
+                        "entity": total["named"] / n_masked,
+                        "mass_masked": total["mass_masked"] / n_masked,
+                        "mass_visible": total["mass_visible"] / max(total["visible"], 1),
+                        "n": int(total["masked"])}
     return result
 
 def evaluate_memory(run, tome, memory, mentions):
@@ -771,12 +791,16 @@ class Run:
         return replace(self.config, n_blocks=1, n_block=n_block)
 
 def identity(recipe):
+    """A recipe in one word: equal for equal recipes, whatever their order."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 def folder_of(out, recipe):
+    """Where the corpus or memory of this recipe is: another recipe has another folder."""
     return Path(out) / f"{recipe['kind']}-{identity(recipe)[:8]}"
 
 def corpus_recipe(saved, appended):
+    """Of run.json's corpus followed by these files. A text is known by its checksum, not its path:
+    a corpus that has moved is the same one."""
     settings, _ = settings_of(saved)
     return {"kind": "corpus", "format": FORMAT, "text": saved["text"], "appended": appended,
             "passage_length": settings.passage_length, "max_length": settings.max_length,
@@ -788,6 +812,17 @@ def memory_recipe(run):
     batch_tome = read_checkpoint(run.out / "batch-tome.pt")["recipe"]
     return {"kind": "memory", "format": FORMAT, "memory_dtype": run.settings.memory_dtype,
             "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
+
+def schedule_of(run, kind):
+    """The preset's Schedule of a stage. A baseline's tome also has the steps of batch-tome, which it
+    skips; layers that a BERT has taught already learn at their own rate."""
+    schedule = run.settings.schedule[kind]
+    if kind == "tome" and run.is_baseline:
+        first = run.settings.schedule["batch-tome"]
+        schedule = replace(first, steps=first.steps + schedule.steps)
+    if run.init and kind in ("batch-tome", "tome"):
+        schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
+    return schedule
 
 def plan(run, kind, flags={}):
     """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it.
@@ -802,12 +837,7 @@ def plan(run, kind, flags={}):
     for source in {"batch-tome": (), "tome": ("batch-tome",)}.get(kind, ("batch-tome", "tome")):
         if (run.out / f"{source}.pt").exists():
             made_from[source] = identity(read_checkpoint(run.out / f"{source}.pt")["recipe"])
-    schedule, settings = run.settings.schedule[kind], vars(run.settings) | vars(run.config)
-    if kind == "tome" and run.is_baseline:          # it also has the steps of batch-tome
-        first = run.settings.schedule["batch-tome"]
-        schedule = replace(first, steps=first.steps + schedule.steps)
-    if run.init and kind in ("batch-tome", "tome"):
-        schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
+    schedule, settings = schedule_of(run, kind), vars(run.settings) | vars(run.config)
     chosen = {"steps": schedule.steps, "batch": schedule.batch, "lr": [[0, schedule.lr]],
               "start": None, "examples": None, "n_search": None}
     chosen |= {name: value for name, value in old.items() if name in chosen}
@@ -823,7 +853,7 @@ def plan(run, kind, flags={}):
               **chosen, **{name: value for name, value in settings.items()
                            if kind in READ_BY.get(name, kind).split()}}
     if goes_on:
-        old["lr"] = chosen["lr"]
+        old = old | {"lr": chosen["lr"]}            # another rate is no other stage
     if old:
         compare(path, old, recipe)
     return recipe, checkpoint
@@ -840,6 +870,7 @@ def compare(path, old, new):
                             "again")
 
 def stage_of(kind):
+    """What --stage calls it."""
     return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
 
 def needs(there, path, kind, how="missing"):
@@ -849,6 +880,7 @@ def needs(there, path, kind, how="missing"):
                         f"--out {path.parent}")
 
 def save_checkpoint(path, **values):
+    """Whole or not at all; the old file stays until the new one is written."""
     write_file(path, lambda file: torch.save(values, file))
 
 def read_checkpoint(path):
@@ -868,6 +900,7 @@ def read_checkpoint(path):
         return checkpoint
 
 def load_state(path, target, state):
+    """target.load_state_dict. Recipes agree by now: what does not fit is damage."""
     with intact(path, TRAIN_AGAIN):
         target.load_state_dict(state)
 
@@ -1090,10 +1123,10 @@ def alone_in(out):
             raise UserError(f"--out {out}: another train.py is at work there") from None
         except (OSError, ImportError):
             say(f"{out} cannot be locked: start no second train.py there.")
-        for name in ("world", "log.jsonl", "*.part"):
-            for path in Path(out).glob(name):
-                if path.is_symlink():
-                    raise UserError(f"{path} is a link; remove it: all is written inside --out")
+        for path in Path(out).iterdir():
+            written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
+            if written and path.is_symlink():
+                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
         yield
     finally:
         if folder is not None:
@@ -1108,6 +1141,7 @@ class Stop(BaseException):
     """Ctrl-C or SIGTERM. No Exception: what catches those must not catch it."""
 
 def leave(number, frame):
+    """The handler outside of the loop; inside it, the step at work is ended and saved first."""
     raise Stop("Stopped; the same command goes on from there.")
 
 @contextmanager
@@ -1134,10 +1168,12 @@ def fast_matmul():
         matmul.fp32_precision = before
 
 def say(text, file=None):
+    """Prints above the progress bar, in the first process."""
     if ann.rank_and_size()[0] == 0:
         tqdm.write(data.printable(text), file)
 
 def choose_device(name=None):
+    """The torch.device of --device; with several processes, a GPU for each."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
     if name != "cpu" and torch.cuda.is_available():
@@ -1182,6 +1218,7 @@ GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome"
              "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
 
 def parse_arguments(argv):
+    """The command line. A flag that would do nothing is refused: it was meant for another stage."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     add = parser.add_argument
     add("--stage", choices=("batch-tome", "memory", "tome", "finetune"), required=True)
@@ -1266,6 +1303,7 @@ def report(args):
     return subprocess.run(command).returncode
 
 def main(argv=None):
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
     args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with signals_to(leave):

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +278,21 @@ def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_p
     assert held == json.loads(json.dumps(lines)) and train.read_run_file(out)["seed"] == 5
     assert run("--stage", "batch-tome", "--out", out, "--seed", 0) == 1
     assert f"{out} was started with --seed 5, not 0" in capsys.readouterr().err
+
+def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_path, capsys):
+    small = {name: data.COUNTS[name] // 8 for name in ("person", "city", "company", "film")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "COUNTS", data.COUNTS | small)
+        train.make_world(tmp_path / "world", 0)
+        whole = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
+        run = SimpleNamespace(out=tmp_path)
+        file = train.toy_examples(run, "qa")
+        for damage in (b"", whole[file.name][:-9], whole[file.name].replace(b"a", b"e", 1)):
+            file.write_bytes(damage)
+            with pytest.raises(data.UserError, match=f"{file} is damaged.*--stage tome"):
+                train.toy_examples(run, "qa")
+            train.make_world(tmp_path / "world", 0)
+            assert whole == {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
 
 def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"question": "Who?"\n')
