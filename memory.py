@@ -52,6 +52,14 @@ def attention_weights(scores):
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
+def attend_to_all(scores, entity, values):
+    """Eq. 7 and 8 over all N rows of a table that is too small to search.
+
+    scores (M, N), entity (N,), values (N, d_V) -> Retrieved of N memories for each mention."""
+    weights = attention_weights(scores)
+    ids = torch.arange(len(entity), device=scores.device).expand_as(scores)
+    return Retrieved(scores, ids, entity.expand_as(scores), weights, weights @ values)
+
 class BatchMemory:
     """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. The batch
     is that of all processes; its passages are related (app. A.1)."""
@@ -65,9 +73,7 @@ class BatchMemory:
         (M,): a mention never attends to its own passage (app. A)."""
         scores = ann.dot(query, self.keys)                                      # (M, N)
         scores = scores.masked_fill(passage[:, None] == self.passage[None, :], -torch.inf)
-        weights = attention_weights(scores)
-        ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
-        return Retrieved(scores, ids, self.entity.expand_as(scores), weights, weights @ self.values)
+        return attend_to_all(scores, self.entity, self.values)
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
@@ -79,16 +85,13 @@ class EntityTable(nn.Module):
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
         self.values = nn.Parameter(torch.randn(config.n_entities, config.value_dim) * 0.1)
 
-    def retrieve(self, query, passage=None, k=None, k_shard=None):
-        """All entities, scored. query (M, d_K); the other arguments are the mention memory's."""
-        scores = ann.dot(query, self.keys)                                      # (M, E)
-        ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
-        return Retrieved(scores.masked_fill(ids == 0, -torch.inf), ids, ids)
-
     def attend(self, query, passage=None, k=None, k_shard=None):
-        found = self.retrieve(query)
-        weights = attention_weights(found.scores)
-        return found._replace(weights=weights, value=weights @ self.values)
+        """All entities. query (M, d_K); the other arguments are the mention memory's."""
+        scores = ann.dot(query, self.keys)                                      # (M, E)
+        entity = torch.arange(len(self.keys), device=query.device)
+        return attend_to_all(scores.masked_fill(entity == 0, -torch.inf), entity, self.values)
+
+    retrieve = attend           # all of them are retrieved; who only wants scores takes only these
 
 class MentionMemory:
     """This process's rows of the frozen table. keys (N, d_K), values (N, d_V), entity, passage,
