@@ -653,7 +653,7 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     full = len(before.article) // 64                                # shards that were full are not written again
     assert full > 0
     for shard in range(full):
-        for path in only(trained, "memory").glob(f"*-{shard:05d}.*"):
+        for path in only(trained, "memory").glob(f"*-{shard:05d}.npy"):
             assert path.stat().st_mtime_ns == files[path.name]
 
     loaded, _, table = train.open_run(trained)
