@@ -814,8 +814,8 @@ def memory_recipe(run):
             "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
 
 def schedule_of(run, kind):
-    """The preset's Schedule of a stage. A baseline's tome also has the steps of batch-tome, which it
-    skips; layers that a BERT has taught already learn at their own rate."""
+    """The preset's Schedule of a stage. A baseline skips batch-tome, so its tome also has those
+    steps; over a BERT, both learn at a rate of their own."""
     schedule = run.settings.schedule[kind]
     if kind == "tome" and run.is_baseline:
         first = run.settings.schedule["batch-tome"]

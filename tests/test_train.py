@@ -292,7 +292,8 @@ def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_p
             with pytest.raises(data.UserError, match=f"{file} is damaged.*--stage tome"):
                 train.toy_examples(run, "qa")
             train.make_world(tmp_path / "world", 0)
-            assert whole == {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
+            again = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
+            assert whole == again
 
 def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"question": "Who?"\n')
