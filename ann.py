@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.nn.functional import all_gather
 
 INF = float("inf")
 BLOCK = 16              # scores that are first looked at together, as their maximum
@@ -30,7 +31,6 @@ TILE = 2 ** 20          # scores computed at a time in an exact search: they sta
 SCORES = 2 ** 25        # scores held at a time in a bucketed search
 SAMPLE = 256            # points a cluster on which k-means learns
 
-
 def dot(queries, keys):
     """queries [..., Q, d], keys [..., N, d] -> float32 scores [..., Q, N], with gradient.
 
@@ -38,7 +38,6 @@ def dot(queries, keys):
     0.125, and attention weights are exponentials of scores."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
-
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The definition that the searches below are tested against. Arguments as exact_topk's."""
@@ -49,7 +48,6 @@ def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
         scores = scores.masked_fill(own, -INF)
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
 
-
 def best_of(scores, ids, k):
     """The k best of each row [Q, n]; equal scores keep their order. Fills up with -inf and -1."""
     missing = max(0, k - scores.shape[1])
@@ -58,7 +56,6 @@ def best_of(scores, ids, k):
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     scores, ids = scores[:, :k], ids.gather(1, order[:, :k])
     return scores, ids.masked_fill(scores == -INF, -1)
-
 
 # ---- what the fast searches share
 
@@ -70,18 +67,15 @@ def take(table, index, device):
         index = index.cpu().numpy()
     return torch.from_numpy(np.array(table[index])).to(device)     # of a memory map only these rows
 
-
 def ragged(count):
     """Rows of count[r] things, one after the other -> each thing's row, its place in that row."""
     row = torch.arange(len(count), device=count.device).repeat_interleave(count)
     before = count.cumsum(0) - count
     return row, torch.arange(len(row), device=count.device) - before[row]
 
-
 def largest(passage):
     """The most keys of one passage: so many places of a top-k may be the query's own."""
     return int(passage.unique(return_counts=True)[1].max())
-
 
 def high_scores(scores, bar, rank):
     """Scores above their query's bar: (query, column, score [n]), bar [Q]. scores [Q, W].
@@ -106,7 +100,6 @@ def high_scores(scores, bar, rank):
     i, j = (scores > bar[query, None]).nonzero(as_tuple=True)
     return (query[i], block[i] + j * maxima.shape[1], scores[i, j]), bar
 
-
 def keep_best(best, candidates, query_passage, key_passage):
     """The k best of best (scores, ids [Q, k]) and of candidates (query, id, score [n]), which are
     not of the query's own passage. A candidate's id is above those in its row of best."""
@@ -126,14 +119,12 @@ def keep_best(best, candidates, query_passage, key_passage):
     ids[row, k + place] = id[order]
     return best_of(scores, ids, k)
 
-
 def in_parts(search, size, queries, query_passage):
     """search(queries, query_passage) on `size` queries at a time."""
     queries = queries.split(size)
     passages = [None] * len(queries) if query_passage is None else query_passage.split(size)
     scores, ids = zip(*map(search, queries, passages))
     return torch.cat(scores), torch.cat(ids)
-
 
 # ---- exact search
 
@@ -177,7 +168,6 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
             found = []
     return best
 
-
 # ---- k-means and buckets
 
 def nearest(points, centroids):
@@ -191,7 +181,6 @@ def nearest(points, centroids):
         distance[i:i + 4096] = x.square().sum(1) - 2 * best      # |x|² - 2 (x·c - |c|²/2)
     return distance, cluster
 
-
 def fill_empty(distance, cluster, n_clusters):
     """Moves into each empty cluster the point farthest from its centroid that is not alone there.
     Changes `cluster`; returns {cluster: point}."""
@@ -202,12 +191,10 @@ def fill_empty(distance, cluster, n_clusters):
         cluster[moved[empty]] = empty
     return moved
 
-
 def sample_of(N, n_clusters, seed):
     """At most SAMPLE points a cluster out of N, chosen by seed: their numbers in order."""
     order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     return order[:SAMPLE * n_clusters].sort().values
-
 
 @torch.no_grad()
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
@@ -235,7 +222,6 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
     for empty, point in fill_empty(distance, cluster, C).items():
         centroids[empty] = take(points, slice(point, point + 1), device)[0].float()
     return centroids, cluster
-
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
@@ -303,21 +289,19 @@ class BucketedIndex:
         id = self.id[slot[query, column // BLOCK] + column % BLOCK]
         return keep_best(best, (query, id, score), query_passage, self.passage)
 
-
 # ---- several processes
 
-bytes_sent = Counter()  # what for -> bytes sent to other processes; for whoever counts to clear
-
+# What for -> bytes sent to other processes, gradients of gathered rows apart; whoever counts clears
+# it.
+bytes_sent = Counter()
 
 def rank_and_size():
     """(which process this is, how many there are): (0, 1) without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-
 def barrier():
     if rank_and_size()[1] > 1:
         dist.barrier()
-
 
 def sum_over_processes(x, device="cpu"):
     """The sum over all processes of a number or tensor, without gradient."""
@@ -325,7 +309,6 @@ def sum_over_processes(x, device="cpu"):
     if rank_and_size()[1] > 1:
         dist.all_reduce(x)
     return x
-
 
 def sum_gradients(parameters):
     """Adds up the gradients of all processes, as one message. Every loss is this process's share of
@@ -338,7 +321,6 @@ def sum_gradients(parameters):
         for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
             grad.copy_(summed.view_as(grad))
 
-
 def gather_counts(n, device):
     """Everybody's n, a list."""
     rank, size = rank_and_size()
@@ -346,32 +328,17 @@ def gather_counts(n, device):
     counts[rank] = n
     return sum_over_processes(counts, device).tolist()
 
-
-class Gather(torch.autograd.Function):
-    """gather, below, for several processes."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.counts = gather_counts(len(x), x.device)
-        padded = x.new_zeros(max(ctx.counts), *x.shape[1:])      # all_gather wants equal shapes
-        padded[:len(x)] = x
-        parts = [torch.empty_like(padded) for _ in ctx.counts]
-        dist.all_gather(parts, padded)
-        bytes_sent["gather"] += padded.nbytes * (len(parts) - 1)
-        return torch.cat([part[:n] for part, n in zip(parts, ctx.counts)])
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = sum_over_processes(grad.contiguous(), grad.device)      # everybody used every row
-        bytes_sent["gather"] += grad.nbytes * (len(ctx.counts) - 1)
-        return grad.split(ctx.counts)[rank_and_size()[0]]
-
-
 def gather(x):
     """x [n, …] of all processes, one after the other: [sum of n, …]. n may differ and be 0.
     Differentiable: a row's gradient is the sum of what all processes have for it."""
-    return Gather.apply(x) if rank_and_size()[1] > 1 else x
-
+    if rank_and_size()[1] == 1:
+        return x
+    counts = gather_counts(len(x), x.device)
+    missing = x.new_zeros(max(counts) - len(x), *x.shape[1:])       # all_gather wants equal shapes
+    padded = torch.cat([x, missing])
+    bytes_sent["gather"] += padded.nbytes * (len(counts) - 1)
+    parts = all_gather(padded)
+    return torch.cat([part[:n] for part, n in zip(parts, counts)])
 
 def exchange(what, x, counts, back):
     """Sends the first counts[0] rows of x to process 0, the next counts[1] to process 1, …; returns
@@ -380,7 +347,6 @@ def exchange(what, x, counts, back):
     dist.all_to_all_single(received, x.contiguous(), back, counts)
     bytes_sent[what] += x[:1].nbytes * (len(x) - counts[rank_and_size()[0]])
     return received
-
 
 @torch.no_grad()
 def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
@@ -402,7 +368,6 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     scores, ids = (exchange("candidates", x, counts, [Q] * size) for x in (scores, ids))
     scores, ids = (x.view(size, Q, k_shard).transpose(0, 1).flatten(1) for x in (scores, ids))
     return best_of(scores, ids, k)
-
 
 @torch.no_grad()
 def fetch(ids, tables):

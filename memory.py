@@ -17,6 +17,7 @@ each entity. M is the number of mentions that ask, N that of memories, K that of
 import copy
 import os
 import shutil
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,6 @@ BATCH_TOKENS = 16384            # tokens that are encoded at a time
 IDS = ("entity", "passage", "mention")
 ARRAYS = ("keys", "values", *IDS)
 
-
 class Retrieved(NamedTuple):
     """What M mentions found: K memories each, best first where they were searched for, in the
     table's order where all of it is attended. Where there are fewer: scores -inf, ids -1."""
@@ -47,12 +47,18 @@ class Retrieved(NamedTuple):
     value: torch.Tensor = None      # (M, d_V) eq. 8
     query: torch.Tensor = None      # (M, d_K) eq. 6, of a memory layer
 
-
 def attention_weights(scores):
     """Softmax over the last dimension. A row of nothing but -inf gives zeros instead of NaN."""
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
+def attend_to_all(scores, entity, values):
+    """Eq. 7 and 8 over all N rows of a table that is too small to search.
+
+    scores (M, N), entity (N,), values (N, d_V) -> Retrieved of N memories for each mention."""
+    weights = attention_weights(scores)
+    ids = torch.arange(len(entity), device=scores.device).expand_as(scores)
+    return Retrieved(scores, ids, entity.expand_as(scores), weights, weights @ values)
 
 class BatchMemory:
     """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. The batch
@@ -67,10 +73,7 @@ class BatchMemory:
         (M,): a mention never attends to its own passage (app. A)."""
         scores = ann.dot(query, self.keys)                                      # (M, N)
         scores = scores.masked_fill(passage[:, None] == self.passage[None, :], -torch.inf)
-        weights = attention_weights(scores)
-        ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
-        return Retrieved(scores, ids, self.entity.expand_as(scores), weights, weights @ self.values)
-
+        return attend_to_all(scores, self.entity, self.values)
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
@@ -82,17 +85,13 @@ class EntityTable(nn.Module):
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
         self.values = nn.Parameter(torch.randn(config.n_entities, config.value_dim) * 0.1)
 
-    def retrieve(self, query, passage=None, k=None, k_shard=None):
-        """All entities, scored. query (M, d_K); the other arguments are the mention memory's."""
-        scores = ann.dot(query, self.keys)                                      # (M, E)
-        ids = torch.arange(len(self.keys), device=query.device).expand_as(scores)
-        return Retrieved(scores.masked_fill(ids == 0, -torch.inf), ids, ids)
-
     def attend(self, query, passage=None, k=None, k_shard=None):
-        found = self.retrieve(query)
-        weights = attention_weights(found.scores)
-        return found._replace(weights=weights, value=weights @ self.values)
+        """All entities. query (M, d_K); the other arguments are the mention memory's."""
+        scores = ann.dot(query, self.keys)                                      # (M, E)
+        entity = torch.arange(len(self.keys), device=query.device)
+        return attend_to_all(scores.masked_fill(entity == 0, -torch.inf), entity, self.values)
 
+    retrieve = attend           # all of them are retrieved; who only wants scores takes only these
 
 class MentionMemory:
     """This process's rows of the frozen table. keys (N, d_K), values (N, d_V), entity, passage,
@@ -213,7 +212,6 @@ class MentionMemory:
         group = torch.from_numpy(np.array(article)).to(self.passage.device)[self.passage]
         return self.changed(passage=group.to(self.passage.dtype))
 
-
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> M (B, T, hidden), Retrieved."""
 
@@ -236,16 +234,34 @@ class MemoryAttention(nn.Module):
         # and leave the scale of their neighbours. The public code normalises all, and so do we.
         return self.norm(H), found
 
-
 # ---- Files: plain .npy arrays by shard, and manifest.json. A shard is a fixed range of passages,
-# so that any number of processes writes the same files.
+# so that any number of processes writes the same files. Its record (its passages, its rows, the
+# checksums of its arrays) is a file of its own while the memory is built; manifest.json repeats all
+# of them.
+
+def array_file(folder, shard, name):
+    return Path(folder) / f"{name}-{shard:05d}.npy"
+
+def again(folder):
+    return f"remove {folder} and run --stage memory again"
+
+@contextmanager
+def intact(path, remedy):
+    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is {state} ({reason:.99}); {remedy}") from None
 
 def no_rows(key_dim, value_dim, dtype):
     """{name: [an empty array]} of ARRAYS, for others to be appended."""
     rows = {name: [np.zeros(0, np.int64)] for name in IDS}
     rows["keys"], rows["values"] = ([np.zeros((0, dim), dtype)] for dim in (key_dim, value_dim))
     return rows
-
 
 @torch.no_grad()
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32, progress=None):
@@ -277,7 +293,6 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32, progres
     order = np.argsort(rows["mention"])
     return {name: array[order] for name, array in rows.items()}
 
-
 def check_finite(rows, corpus):
     """Raises UserError where a key or a value is not a finite number."""
     for name in ("keys", "values"):
@@ -289,20 +304,18 @@ def check_finite(rows, corpus):
                             f"finite in {rows[name].dtype}; use --set memory_dtype=float32, or "
                             "train batch-tome again with a lower --lr")
 
-
-def take_over(old, part, shard, sums):
+def take_over(old, part, shard, crc32):
     """Links an old memory's arrays of this shard into `part`. False where they are not whole."""
     for name in ARRAYS:
-        source, target = (Path(folder) / f"{name}-{shard:05d}.npy" for folder in (old, part))
+        source, target = array_file(old, shard, name), array_file(part, shard, name)
         target.unlink(missing_ok=True)
-        if not source.exists() or checksum(source) != sums[name]:
+        if not source.exists() or checksum(source) != crc32[name]:
             return False
         try:
             os.link(source, target)
         except OSError:                                 # another disk, or one without links
             shutil.copyfile(source, target)
     return True
-
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist.
@@ -313,62 +326,55 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     encoder, its shards of the same passages are linked. Raises UserError."""
     part, (rank, size) = Path(f"{folder}.part"), ann.rank_and_size()
     part.mkdir(parents=True, exist_ok=True)
-    config, n_passages = encoder.config, len(corpus.article)
+    n_passages = len(corpus.article)
     manifest = {"format": FORMAT, "recipe": recipe, "encoder": encoder.fingerprint,
-                "dtype": np.dtype(dtype).name, "key_dim": config.key_dim,
-                "value_dim": config.value_dim}
-    old_shards = []
-    if old is not None:
-        theirs = read_manifest(old)
-        if all(theirs[name] == manifest[name] for name in ("encoder", "dtype")):
-            old_shards = theirs["shards"]
-    records = [part / f"shard-{first // PASSAGES_PER_SHARD:05d}.json"
-               for first in range(0, n_passages, PASSAGES_PER_SHARD)]
+                "dtype": np.dtype(dtype).name, "key_dim": encoder.config.key_dim,
+                "value_dim": encoder.config.value_dim}
+    theirs = read_manifest(old) if old is not None else {"encoder": None}
+    can_link = all(theirs[name] == manifest[name] for name in ("encoder", "dtype"))
+    old_records = dict(enumerate(theirs["shards"])) if can_link else {}
+    firsts = range(0, n_passages, PASSAGES_PER_SHARD)
+    paths = [part / f"shard-{shard:05d}.json" for shard in range(len(firsts))]
     progress = tqdm(total=n_passages // size, desc="memory", unit=" passages", disable=rank > 0)
-    for shard in range(rank, len(records), size):
-        first = shard * PASSAGES_PER_SHARD
-        passages = np.arange(first, min(first + PASSAGES_PER_SHARD, n_passages))
-        holds = {"first": first, "passages": len(passages)}
-        try:
-            if read_json(records[shard]).items() >= holds.items():
+    for shard in range(rank, len(firsts), size):
+        passages = np.arange(n_passages)[firsts[shard]:][:PASSAGES_PER_SHARD]
+        holds = {"first": firsts[shard], "passages": len(passages)}
+        with suppress(OSError, ValueError):
+            if read_json(paths[shard]).items() >= holds.items():
                 progress.update(len(passages))
                 continue                    # a record is written last: its arrays are whole
-        except (OSError, ValueError):
-            pass
-        record = old_shards[shard] if shard < len(old_shards) else {}
+        record = old_records.get(shard, {})
         if not (record.items() >= holds.items() and take_over(old, part, shard, record["crc32"])):
             rows = encode_passages(encoder, corpus, passages, device, dtype, progress)
             check_finite(rows, corpus)
             record = holds | {"n": len(rows["keys"]), "crc32": {}}
             for name, array in rows.items():
-                path = part / f"{name}-{shard:05d}.npy"
+                path = array_file(part, shard, name)
                 write_file(path, lambda file: np.save(file, array, allow_pickle=False))
                 record["crc32"][name] = checksum(path)
-        write_json(records[shard], record)
+        write_json(paths[shard], record)
     progress.close()
     ann.barrier()
     if rank == 0:
-        shards = [read_json(path) for path in records]
+        shards = [read_json(path) for path in paths]
         n = sum(shard["n"] for shard in shards)
         write_json(part / "manifest.json", manifest | {"n": n, "shards": shards})
         commit_folder(part, folder)
     ann.barrier()
 
-
 def read_manifest(folder):
     """manifest.json, a dictionary. Raises UserError where it or one of its arrays is missing."""
-    try:
-        manifest = read_json(Path(folder) / "manifest.json")
-        if manifest.get("format") != FORMAT:
-            raise ValueError(f"format {manifest.get('format')}, this version reads {FORMAT}")
-        for shard in range(len(manifest["shards"])):
-            for name in ARRAYS:
-                os.stat(Path(folder) / f"{name}-{shard:05d}.npy")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: no whole memory ({error}); remove that folder and run "
-                        "--stage memory again") from None
+    path = Path(folder) / "manifest.json"
+    with intact(path, again(folder)):
+        manifest = read_json(path)
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+        arrays = [array_file(folder, shard, name)
+                  for shard in range(len(manifest["shards"])) for name in ARRAYS]
+    for path in arrays:
+        with intact(path, again(folder)):
+            os.stat(path)
     return manifest
-
 
 def load_memory(folder, encoder=None, device="cpu"):
     """This process's part of the table: shards rank, rank + size, … encoder: the fingerprint of the
@@ -376,19 +382,15 @@ def load_memory(folder, encoder=None, device="cpu"):
     UserError, also where a file's checksum differs."""
     manifest, (rank, size) = read_manifest(folder), ann.rank_and_size()
     if encoder not in (None, manifest["encoder"]):
-        raise UserError(f"{folder} was written by another mention encoder; remove that folder and "
-                        "run --stage memory again")
+        raise UserError(f"{folder} was written by another mention encoder; {again(folder)}")
     parts = no_rows(manifest["key_dim"], manifest["value_dim"], manifest["dtype"])
     for shard in range(rank, len(manifest["shards"]), size):
         for name in ARRAYS:
-            path = Path(folder) / f"{name}-{shard:05d}.npy"
-            try:
+            path = array_file(folder, shard, name)
+            with intact(path, again(folder)):
                 if checksum(path) != manifest["shards"][shard]["crc32"][name]:
                     raise ValueError("its checksum differs")
                 # never unpickle a stranger's objects
                 parts[name].append(np.load(path, mmap_mode="r", allow_pickle=False))
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path} is damaged ({error}); remove that folder and run "
-                                "--stage memory again") from None
     rows = {name: np.concatenate(part) for name, part in parts.items()}
     return MentionMemory.from_arrays(rows, device)

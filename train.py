@@ -26,6 +26,7 @@ import sys
 import time
 import zipfile
 import zlib
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -44,13 +45,15 @@ import data
 from data import UserError, checksum, read_json, write_file, write_json
 from encoder import (CheckpointError, Config, beside, bert_config, is_flax, load_bert,
                      load_flax)
-from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
+from memory import (MentionMemory, build_memory, encode_passages, intact, load_memory,
+                    read_manifest)
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
                   coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
                   predict_entity, share_of_mean, split_into_blocks, start_positions)
 
 @dataclass
 class Schedule:
+    """How long and how fast a stage learns; --steps, --batch and --lr replace its fields."""
     steps: int
     lr: float
     warmup: int             # steps of linear warm-up; linear decay to zero follows
@@ -91,22 +94,22 @@ class Settings:
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
+# Their models are small and their steps few, so rates are ten times the paper's or more, and every
+# shard offers all k of its best: there is one shard.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
 PRESETS = {
-    "base": {},
-    "mini": SMALL | dict(
-        hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, passage_length=96,
-        max_length=256, vocab=8000, memory_from=0.75, bert_rate=0.1, log_every=100,
-        save_every=100, eval_mentions=300, schedule={
+    "base": data.TEXT_PRESETS["base"],
+    "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
+        hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, memory_from=0.75,
+        bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
             "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
-    "toy": SMALL | dict(
+    "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, n_block=4, n_block_batch=1, max_positions=128,
-        passage_length=64, max_length=128, vocab=2000, mention_rate=0.25, init_std=0.05,
-        memory_from=0.3, whole_softmax=True, claim_mask=True, log_every=200, save_every=200,
-        eval_mentions=200, schedule={
+        mention_rate=0.25, init_std=0.05, memory_from=0.3, whole_softmax=True, claim_mask=True,
+        log_every=200, save_every=200, eval_mentions=200, schedule={
             "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
@@ -115,9 +118,8 @@ LIMITS = dict(
     n_block_batch=(0, 65536), n_entities=(0, 10 ** 9), vocab_size=(1, 10 ** 7), n_blocks=(1, 2),
     hidden=(2, 16384), max_positions=(16, 65536), passage_length=(8, 65536), vocab=(200, 10 ** 7),
     max_length=(16, 65536), coref_entities=(1, 10 ** 9), log_every=(1, 10 ** 9),
-    save_every=(1, 10 ** 9), steps=(1, 10 ** 9), warmup=(0, 10 ** 9), lr=(1e-12, 10),
-    dropout=(0, 0.9), init_std=(1e-6, 1), beta2=(0, 0.999999), clip=(1e-6, 10 ** 6),
-    bert_rate=(0, 100), cloze_weight=(0, 100))
+    save_every=(1, 10 ** 9), steps=(1, 10 ** 9), lr=(1e-12, 10), dropout=(0, 0.9),
+    beta2=(0, 0.999999), clip=(1e-6, 10 ** 6), bert_rate=(0, 100), cloze_weight=(0, 100))
 CHOICES = dict(memory_dtype=("float16", "float32"), gelu=("none", "tanh"),
                memory=("mentions", "entities", "none"))
 
@@ -153,6 +155,9 @@ def preset(name, n_blocks=1, changes=None, bert=None):
     return settings, config
 
 # ---- The stages ----------------------------------------------------------------------------------
+# A stage is a model, its batches and its losses; the loop further down is the same for all. A loss
+# is this process's share of the mean over the whole batch: the sum of all processes' gradients is
+# then the gradient of the whole batch, whatever their number.
 
 class Stage(NamedTuple):
     """What train_stage asks of a stage."""
@@ -180,6 +185,7 @@ def shuffled(run, number, items):
                    .permutation(items))
 
 def masked_batch(run, passages, number, step):
+    """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
                            settings.mentions)
@@ -189,8 +195,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     settings, corpus, steps = run.settings, run.corpus, recipe["steps"]
     passages = np.flatnonzero(~corpus.held_out)
     if not len(passages):
-        raise UserError(f"{corpus.folder}: all passages are held out, none is left to train on; "
-                        'add articles, or a field "split": "train"')
+        raise UserError(f"{corpus.folder}: all passages are held out; add some to train on")
 
     def clusters(epoch):
         found = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
@@ -237,6 +242,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         model.train()
 
     def losses(batch):
+        """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
+        what its passage says of the entity; without it TOME loses most (app. B.5)."""
         H, _ = model(batch, uses_memory)
         z = model.coref(H, batch.row, batch.start, batch.end)
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
@@ -245,6 +252,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
                 "coref": (settings.coref_weight, coreference_loss(z, entity, batch.passage))}
 
     def evaluate():
+        """As in stage tome, over a memory of a few passages: that of all would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device),
@@ -258,8 +266,6 @@ def make_memory(run, file=None):
     encoder = load_model(run, "batch-tome")[0].encoder
     now = with_appended(run, file) if file else run
     folder, before = (folder_of(run.out, memory_recipe(r)) for r in (now, run))
-    if folder.exists() and read_manifest(folder)["encoder"] != encoder.fingerprint:
-        raise UserError(f"{folder} was written by another mention encoder; remove it")
     if not folder.exists():
         build_memory(encoder, now.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      memory_recipe(now), before if before.exists() else None)
@@ -289,6 +295,8 @@ def tome_stage(run, recipe, start=None, examples=None):
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
     def losses(batch):
+        """A mention never retrieves from its own passage: its memory there was made of the unmasked
+        text and would give the answer away."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         z = model.answer(H, batch.row, batch.start, batch.end)
         found = training_memory.retrieve(z, batch.passage, run.config.k_answer,
@@ -337,6 +345,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
         return disguise(examples_batch(run, task, chosen + sorted(beside, key=wording)))
 
     def losses(batch):
+        """Labels from the claim's own encoding; answers by eq. 10, from the answer head and from
+        the query of the last memory layer, which is what retrieves."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result, weight = {}, settings.cloze_weight if clozes else 1.0
         if task == "claims":
@@ -364,6 +374,8 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
           "qa": finetune_stage}
 
 # ---- The loop ------------------------------------------------------------------------------------
+# A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
+# and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
 def optimizer_for(model, settings):
     """AdamW; no weight decay on layer norms and biases (app. A)."""
@@ -405,6 +417,7 @@ def train_step(run, stage, recipe, optimizer, step):
     return values, int(ann.sum_over_processes(batch.attention_mask.sum(), run.device))
 
 def diverged(run, recipe, step, what):
+    """The error of a training that blew up, with a command that goes on from before it did."""
     kind, lr = recipe["kind"], learning_rate(recipe, step)
     return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, and with "
                      f"--stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on from there")
@@ -484,6 +497,8 @@ def in_words(figures):
     return "  ".join(parts)
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
+# TOME starts from BATCH-TOME's weights (§2.4): its queries already fit the keys in the memory. A
+# memory is of one Mention Encoder; no TOME learns to read another one's (app. B.6).
 
 def new_batch_tome(run, seed=None):
     """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a
@@ -578,8 +593,7 @@ def start_from(run, tome, start):
             saved = checkpoint["best"] or checkpoint["model"]
         if any(saved[name].shape != tensor.shape if name in saved else name.startswith("initial.")
                for name, tensor in state.items()):
-            raise UserError(f"--start {start}: no TOME of these dimensions; give a tome.pt, "
-                            "claims.pt or qa.pt of such a run")
+            raise UserError(f"--start {start}: no TOME of these dimensions is in it")
         state |= {name: tensor for name, tensor in saved.items() if name in state}
     tome.load_state_dict(state)
 
@@ -589,13 +603,14 @@ def open_memory(run, tome, encoder, n_search=None):
     if tome.entities is not None:
         return tome.entities, tome.entities
     folder = folder_of(run.out, memory_recipe(run))
-    if not folder.exists():
-        raise UserError(f"{folder} is missing; run python train.py --stage memory --out {run.out}")
+    needs(folder.exists(), folder, "memory")
     memory = load_memory(folder, encoder, run.device).bucketed(n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
 
 # ---- What is measured while training: does the memory fill in what only a memory can know? -------
+
+COUNTED = ("tokens", "right", "masked", "named", "mass_masked", "visible", "mass_visible")
 
 @torch.no_grad()
 def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
@@ -611,7 +626,7 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
     supported = torch.ones_like(seen_entity)            # the entity stands in another passage too
     if isinstance(memory, MentionMemory):
         supported = memory.passages_of(len(corpus.entity_names)) > 1
-    sums = {"seen": {}, "unseen": {}}
+    sums = {"seen": Counter(), "unseen": Counter()}
     for first in range(0, len(mentions), batch_size):
         chosen = mentions[first:first + batch_size]
         if len(chosen) < size:              # every process needs a row: the last few are left out
@@ -629,17 +644,19 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
             of_kind = (batch.entity > 0) & (seen_entity[batch.entity] == is_seen)           # (M,)
             masked, token = of_kind & batch.masked, of_kind[batch.target_mention]           # (L,)
             visible = of_kind & ~batch.masked & supported[batch.entity]
-            for name, values in dict(
-                    tokens=token, right=right & token, n=masked, named=named & masked,
-                    mass_masked=mass[masked], visible=visible, mass_visible=mass[visible]).items():
-                sums[kind][name] = sums[kind].get(name, 0.0) + values.sum().item()
-    for kind, s in sums.items():
-        s = {name: float(ann.sum_over_processes(value, device)) for name, value in s.items()}
-        sums[kind] = {name: s.get(part, 0.0) / max(s.get(whole, 0.0), 1) for name, part, whole in (
-            ("accuracy", "right", "tokens"), ("entity", "named", "n"),
-            ("mass_masked", "mass_masked", "n"), ("mass_visible", "mass_visible", "visible"))}
-        sums[kind]["n"] = int(s.get("n", 0))
-    return sums
+            counted = (token, right & token, masked, named & masked, mass[masked], visible,
+                       mass[visible])
+            sums[kind].update({name: x.sum().item() for name, x in zip(COUNTED, counted)})
+    result = {}
+    for kind, counted in sums.items():
+        total = {name: float(ann.sum_over_processes(counted[name], device)) for name in COUNTED}
+        n_tokens, n_masked = max(total["tokens"], 1), max(total["masked"], 1)
+        result[kind] = {"accuracy": total["right"] / n_tokens,
+                        "entity": total["named"] / n_masked,
+                        "mass_masked": total["mass_masked"] / n_masked,
+                        "mass_visible": total["mass_visible"] / max(total["visible"], 1),
+                        "n": int(total["masked"])}
+    return result
 
 def evaluate_memory(run, tome, memory, mentions):
     """masked_mentions, and its accuracy with the memory emptied and with its values shuffled."""
@@ -711,6 +728,9 @@ def toy_examples(run, task, hops="one_hop", split="test"):
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
+    with intact(path, f"python train.py --stage tome --out {run.out} makes it again"):
+        if read_json(path.with_name("recipe.json"))["files"][path.name] != checksum(path):
+            raise ValueError("its checksum differs")
     return path
 
 def dev_files(path):
@@ -725,8 +745,7 @@ def read_examples(run, task, path, known=True):
         examples = [e for e in examples if task == "qa" or e.label is not None]
         if not any(e.label is not None or e.answers for e in examples):
             what = "claim has a label" if task == "claims" else "question has an answer"
-            raise UserError(f"{path}: no {what}: there is nothing to learn or to compare with; "
-                            "python eval.py --show shows what is retrieved")
+            raise UserError(f"{path}: no {what}; python eval.py --show needs none")
     missing = sum(e.mentions is None for e in examples)
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
@@ -759,8 +778,7 @@ def read_task_examples(run, task, path):
         say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of "
             "the corpus; the others are left out.")
     if not examples:
-        raise UserError(f"{path}: no example to train on is left; give more than one, and name "
-                        "answers as the corpus names its entities")
+        raise UserError(f"{path}: no example to train on is left; give more of them")
     return examples, dev
 
 def cloze(run, example, rng):
@@ -801,9 +819,9 @@ def disguise(batch):
 FORMAT = 4                  # of run.json and of recipes
 RUN = {"format": FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None,
        "text": None, "init": None, "weights": None, "bert": None, "appended": []}
-CHECKPOINT = {"recipe": dict, "step": int, "evaluated": int, "sums": dict, "best_score": float,
-              "model": dict, "optimizer": dict, "processes": int, "best": object, "encoder": object}
-CHOSEN = ("start", "examples", "n_search")     # by flags, anew for every stage
+CHECKPOINT = {"recipe", "step", "evaluated", "sums", "best_score", "model", "optimizer",
+              "processes", "best", "encoder"}
+TRAIN_AGAIN = "remove it to train this stage again"
 READ_BY = {name: kinds for names, kinds in (            # settings that only some stages read
     ("cluster coref_weight coref_entities memory_from", "batch-tome"),
     ("entity_weight memory_fraction", "tome"), ("max_length log_every", "claims qa"),
@@ -841,12 +859,16 @@ class Run:
         return replace(self.config, n_blocks=1, n_block=n_block)
 
 def identity(recipe):
+    """A recipe in one word: equal for equal recipes, whatever their order."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 def folder_of(out, recipe):
+    """Where the corpus or memory of this recipe is: another recipe has another folder."""
     return Path(out) / f"{recipe['kind']}-{identity(recipe)[:8]}"
 
 def corpus_recipe(saved, appended):
+    """Of run.json's corpus followed by these files. A text is known by its checksum, not its path:
+    a corpus that has moved is the same one."""
     settings, _ = settings_of(saved)
     return {"kind": "corpus", "format": FORMAT, "text": saved["text"], "appended": appended,
             "passage_length": settings.passage_length, "max_length": settings.max_length,
@@ -859,46 +881,51 @@ def memory_recipe(run):
     return {"kind": "memory", "format": FORMAT, "memory_dtype": run.settings.memory_dtype,
             "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
 
-def plan(run, kind, flags=None):
-    """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it. flags: what the
-    command line says of this stage; None: what it was made with. Raises UserError where the file
-    that is there was made otherwise."""
-    path, old, checkpoint = run.out / f"{kind}.pt", {}, None
-    if path.exists():
-        checkpoint = read_checkpoint(path)
-        old = checkpoint["recipe"]
+def schedule_of(run, kind):
+    """The preset's Schedule of a stage. A baseline skips batch-tome, so its tome also has those
+    steps; over a BERT, both learn at a rate of their own."""
+    schedule = run.settings.schedule[kind]
+    if kind == "tome" and run.is_baseline:
+        first = run.settings.schedule["batch-tome"]
+        schedule = replace(first, steps=first.steps + schedule.steps)
+    if kind == "batch-tome" and run.is_published:       # the paper's own code has trained it
+        schedule = replace(schedule, steps=0)
+    if run.init and kind in ("batch-tome", "tome"):
+        schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
+    return schedule
+
+def plan(run, kind, flags={}):
+    """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it.
+
+    flags: what the command line says of this stage. What it leaves out is as the stage was made, or
+    as the preset has it. Raises UserError where the file that is there was made otherwise."""
+    path = run.out / f"{kind}.pt"
+    checkpoint = read_checkpoint(path) if path.exists() else None
+    old = checkpoint["recipe"] if checkpoint else {}
     made_from = dict(old.get("made_from", {}))      # of a file that was removed, what it was counts
     made_from["corpus"] = identity(corpus_recipe(run.saved, []))
     for source in {"batch-tome": (), "tome": ("batch-tome",)}.get(kind, ("batch-tome", "tome")):
         if (run.out / f"{source}.pt").exists():
             made_from[source] = identity(read_checkpoint(run.out / f"{source}.pt")["recipe"])
-    schedule, settings = run.settings.schedule[kind], vars(run.settings) | vars(run.config)
-    if kind == "tome" and run.is_baseline:          # it also has the steps of batch-tome
-        first = run.settings.schedule["batch-tome"]
-        schedule = replace(first, steps=first.steps + schedule.steps)
-    if kind == "batch-tome" and run.is_published:
-        schedule = replace(schedule, steps=0)
-    if run.init and kind in ("batch-tome", "tome"):
-        schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
-    flags = flags or {name: old.get(name) for name in CHOSEN}
-    steps = [flags.get("steps"), old.get("steps"), schedule.steps]
-    steps = next(n for n in steps if n is not None)     # 0: the paper's own code has trained it
-    batch = flags.get("batch") or old.get("batch") or schedule.batch
-    lr = old.get("lr") or [[0, flags.get("lr") or schedule.lr]]
-    changes = flags.get("lr") not in (None, lr[-1][1])
-    goes_on = checkpoint is not None and checkpoint["evaluated"] < steps
+    schedule, settings = schedule_of(run, kind), vars(run.settings) | vars(run.config)
+    chosen = {"steps": schedule.steps, "batch": schedule.batch, "lr": [[0, schedule.lr]],
+              "start": None, "examples": None, "n_search": None}
+    chosen |= {name: value for name, value in old.items() if name in chosen}
+    given = {name: value for name, value in flags.items() if value is not None}
+    peak, lr = given.pop("lr", None), chosen["lr"]
+    chosen |= given
+    goes_on = checkpoint is not None and checkpoint["evaluated"] < chosen["steps"]
+    if peak not in (None, lr[-1][1]):               # a stage goes on with another rate from here
+        first = checkpoint["step"] if goes_on else 0
+        chosen["lr"] = [change for change in lr if change[0] < first] + [[first, peak]]
     recipe = {"kind": kind, "format": FORMAT, "seed": run.seed, "init": run.saved["weights"],
-              "made_from": made_from, "steps": steps, "batch": batch,
-              "lr": [[0, flags["lr"]]] if changes and not goes_on else lr,
-              "warmup": min(schedule.warmup, steps // 10),
-              **{name: flags.get(name) for name in CHOSEN},
-              **{name: value for name, value in settings.items()
-                 if kind in READ_BY.get(name, kind).split()}}
+              "made_from": made_from, "warmup": min(schedule.warmup, chosen["steps"] // 10),
+              **chosen, **{name: value for name, value in settings.items()
+                           if kind in READ_BY.get(name, kind).split()}}
+    if goes_on:
+        old = old | {"lr": chosen["lr"]}            # another rate is no other stage
     if old:
         compare(path, old, recipe)
-    if changes and goes_on:
-        step = checkpoint["step"]
-        recipe["lr"] = [change for change in lr if change[0] < step] + [[step, flags["lr"]]]
     return recipe, checkpoint
 
 def compare(path, old, new):
@@ -910,69 +937,65 @@ def compare(path, old, new):
         if old.get(name) != new.get(name):
             was, now = (r.get(name) if name != "lr" else r[name][-1][1] for r in (old, new))
             raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
-                            "again, or choose another --out")
+                            "again")
 
 def stage_of(kind):
+    """What --stage calls it."""
     return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
 
+def needs(there, path, kind, how="missing"):
+    """Raises UserError where an artefact that a command needs is not there."""
+    if not there:
+        raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
+                        f"--out {path.parent}")
+
 def save_checkpoint(path, **values):
+    """Whole or not at all; the old file stays until the new one is written."""
     write_file(path, lambda file: torch.save(values, file))
 
 def read_checkpoint(path):
     """The dictionary of a .pt file. Objects are never unpickled."""
-    try:
+    path = Path(path)
+    needs(path.exists(), path, path.stem)
+    with intact(path, TRAIN_AGAIN):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        for name, kind in CHECKPOINT.items():
-            if not isinstance(checkpoint[name], kind):
-                raise ValueError(f"{name} is no {kind.__name__}")
-        if checkpoint["recipe"].get("format") != FORMAT:
-            raise ValueError("it is of another format")
         recipe = checkpoint["recipe"]
-        learning_rate(recipe, 0), recipe["batch"] + 1, dict(recipe["made_from"])    # or TypeError
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; train its stage first") from None
-    except Exception as error:
-        raise UserError(f"{path} is damaged ({repr(error).splitlines()[0][:100]}); remove it to "
-                        "train this stage again") from None
-    return checkpoint
+        if checkpoint.keys() != CHECKPOINT or recipe["format"] != FORMAT:
+            raise ValueError("it is of another format")
+        learning_rate(recipe, checkpoint["step"]), dict(recipe["made_from"])    # or TypeError
+        return checkpoint
 
 def load_state(path, target, state):
-    """target.load_state_dict, with one sentence where it does not fit."""
-    try:
+    """target.load_state_dict. Recipes agree by now: what does not fit is damage."""
+    with intact(path, TRAIN_AGAIN):
         target.load_state_dict(state)
-    except Exception as error:
-        raise UserError(f"{path} does not fit this model ({' '.join(str(error).split())[:100]}); "
-                        "remove it to train this stage again") from None
 
 def load_model(run, kind="tome"):
     """(model, fingerprint of its Mention Encoder) of a stage that is done."""
     path, (recipe, checkpoint) = run.out / f"{kind}.pt", plan(run, kind)
-    if checkpoint is None or checkpoint["evaluated"] < recipe["steps"]:
-        raise UserError(f"{path} is missing or unfinished; run python train.py "
-                        f"--stage {stage_of(kind)} --out {run.out}")
-    batch_tome = kind == "batch-tome"
-    model = BatchTOME(TOME(run.batch_tome_config)) if batch_tome else TOME(run.config)
+    needs(checkpoint, path, kind)
+    needs(checkpoint["evaluated"] >= recipe["steps"], path, kind, "unfinished")
+    if kind == "batch-tome":
+        model = BatchTOME(TOME(run.batch_tome_config))
+    else:
+        model = TOME(run.config)
     load_state(path, model, checkpoint["best"] or checkpoint["model"])
     return model.to(run.device).eval(), checkpoint["encoder"]
 
 def read_run_file(out):
     """OUT/run.json: what the run was started with."""
     path = Path(out) / "run.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing: nothing was trained there; python train.py --stage "
-                        f"tome --out {out} trains on the toy world")
-    try:
+    needs(path.exists(), path, "tome")
+    with intact(path, "choose another --out"):
         saved = read_json(path)
         if saved.keys() != RUN.keys() or saved["format"] != FORMAT:
             raise ValueError(f"format {saved.get('format')}, this version reads {FORMAT}")
         settings_of(saved)
         return saved
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error!r:.99}); choose another --out") from None
 
 def settings_of(saved):
     """(Settings, Config) of what run.json holds."""
@@ -1045,59 +1068,67 @@ def make_run(args):
     folder = folder_of(out, corpus_recipe(saved, saved["appended"]))
     ann.barrier()
     if ann.rank_and_size()[0] == 0:
-        for path in (out / "world", out / "log.jsonl", *out.glob("*.part")):
-            if path.is_symlink():
-                raise UserError(f"{path} is a link: nothing is written outside of --out; remove it")
         if not (out / "run.json").exists():
             for path in out.glob("corpus-????????"):
                 if path != folder:
-                    raise UserError(f"{path} is of another command, and {out}/run.json, which says "
-                                    "of which, is missing; put it back or choose another --out")
+                    raise UserError(f"{out}/run.json is missing, and {path} is of another command; "
+                                    "choose another --out")
         if not (out / "run.json").exists() or saved != read_run_file(out):
             write_json(out / "run.json", saved)
         source = saved["corpus"] or make_world(out / "world", saved["seed"])
-        if not folder.exists():
-            make_corpus(saved, source, folder)
-        if not args.append:
-            sweep(out, "corpus", folder)
+        sweep(out, "corpus", make_corpus(out, saved, source))
     ann.barrier()
     return load_run(out, saved, args.device)
 
 def make_world(folder, seed):
-    """The toy world of that seed; recipe.json is written last. Returns its corpus file."""
-    recipe, path = {"kind": "world", "format": FORMAT, "seed": seed}, folder / "recipe.json"
-    if not path.exists() or read_json(path) != recipe:
+    """The toy world of that seed; recipe.json, written last, has the checksums of its files. A
+    world that is not as it was made is made again. Returns its corpus file."""
+    recipe = {"kind": "world", "format": FORMAT, "seed": seed}
+    try:
+        held = read_json(folder / "recipe.json")
+        whole = held.items() >= recipe.items() and held["files"] == checksums(folder)
+    except (OSError, ValueError, KeyError):
+        whole = False
+    if not whole:
         say(f"No --corpus: making the toy world in {folder}.")
-        path.unlink(missing_ok=True)
         data.write_toy(folder, *data.toy_world(seed))
-        write_json(path, recipe)
+        write_json(folder / "recipe.json", recipe | {"files": checksums(folder)})
     return folder / "corpus.jsonl"
 
-def make_corpus(saved, source, folder):
-    say(f"Tokenising {source}.")
+def checksums(folder):
+    """{name: checksum} of the files of a world."""
+    return {path.name: checksum(path) for path in sorted(folder.glob("*.jsonl"))}
+
+def make_corpus(out, saved, source, run=None):
+    """Tokenises `source` into the corpus that run.json, `saved`, is to name. Of a `run`: its corpus
+    and tokenizer stay, and the source follows. Returns the folder."""
     recipe = corpus_recipe(saved, saved["appended"])
-    if saved["init"]:
+    folder = folder_of(out, recipe)
+    if folder.exists():
+        return folder
+    say(f"Tokenising {source}.")
+    if run:
+        tokenizer = run.tokenizer
+    elif saved["init"]:
         tokenizer = data.load_tokenizer(beside(saved["init"], "vocab.txt"))
     else:
         texts = (text.text for text in data.read_corpus(source))
         tokenizer = data.train_tokenizer(texts, recipe["vocab"])
     corpus = data.Corpus.build(source, folder, tokenizer, recipe["passage_length"],
-                               recipe["max_length"], recipe)
+                               recipe["max_length"], recipe, run and run.corpus)
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
+    return folder
 
 def with_appended(run, file):
     """This run, and its corpus followed by a file: tokenised, but run.json does not name it yet."""
     crc, past = checksum(file), run.saved["appended"]
     if crc in past:
         return run
-    saved = run.saved | {"appended": [*past, crc]}
-    recipe = corpus_recipe(saved, saved["appended"])
-    folder, n = folder_of(run.out, recipe), len(run.corpus.article)
-    if ann.rank_and_size()[0] == 0 and not folder.exists():
-        data.Corpus.build(file, folder, run.tokenizer, recipe["passage_length"],
-                          recipe["max_length"], recipe, run.corpus)
+    saved, n = run.saved | {"appended": [*past, crc]}, len(run.corpus.article)
+    if ann.rank_and_size()[0] == 0:
+        make_corpus(run.out, saved, file, run)
     ann.barrier()
     grown = load_run(run.out, saved, run.device.type)
     say(f"memory: {len(grown.corpus.article) - n:,} passages of {file} added to {n:,}.")
@@ -1108,8 +1139,7 @@ def load_run(out, saved, device=None):
     settings, config = settings_of(saved)
     recipe = corpus_recipe(saved, saved["appended"])
     folder = folder_of(out, recipe)
-    if not folder.exists():
-        raise UserError(f"{folder} is missing; run python train.py --stage tome --out {out}")
+    needs(folder.exists(), folder, "tome")
     corpus = data.Corpus(folder)
     compare(folder, corpus.meta["recipe"], recipe)
     words = max(corpus.vocab_size, config.vocab_size) if saved["init"] else corpus.vocab_size
@@ -1133,11 +1163,10 @@ def sweep(out, kind, keep):
             shutil.rmtree(path, ignore_errors=True)
 
 def log(out, record):
-    """Appends to log.jsonl, durably, and through no link."""
+    """Appends to log.jsonl, durably."""
     if ann.rank_and_size()[0] == 0:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        with open(os.open(out / "log.jsonl", flags, 0o666), "ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -1147,16 +1176,14 @@ def read_log(path):
     for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             break
-        try:
+        with intact(f"{path}:{n}", "take this line out"):
             record = json.loads(line)
             record |= {"stage": str(record["stage"]), "step": int(record["step"])}
             for value in record.values():
                 values = value.values() if isinstance(value, dict) else [value]
                 if not all(isinstance(v, str) or np.isfinite(v) for v in values):
                     raise ValueError(f"{value} is no number")
-            lines.append((line, record))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise UserError(f"{path}:{n}: damaged ({error}); take this line out") from None
+        lines.append((line, record))
     return lines
 
 def trim_log(path, stage, step):
@@ -1169,32 +1196,34 @@ def trim_log(path, stage, step):
 
 @contextmanager
 def alone_in(out):
-    """Keeps other commands out of a run folder. The first process holds the lock; the system takes
-    it back however that ends."""
+    """Makes the run folder and keeps other commands out of it. The first process holds the lock;
+    the system takes it back however that ends."""
     if ann.rank_and_size()[0] > 0:
         yield
         return
-    new, folder = not os.path.exists(out), None
+    is_new, folder = not os.path.exists(out), None
     try:
         os.makedirs(out, exist_ok=True)
-        if os.name != "nt":
-            folder = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made ({error.strerror}); choose another") from None
     try:
         try:
             import fcntl            # not on Windows
+            folder = os.open(out, os.O_RDONLY)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--out {out}: another train.py is at work there; wait for its end, or "
-                            "choose another folder") from None
+            raise UserError(f"--out {out}: another train.py is at work there") from None
         except (OSError, ImportError):
             say(f"{out} cannot be locked: start no second train.py there.")
+        for path in Path(out).iterdir():
+            written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
+            if written and path.is_symlink():
+                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
         yield
     finally:
         if folder is not None:
             os.close(folder)
-        if new:
+        if is_new:
             with suppress(OSError):     # it is not empty
                 os.rmdir(out)
 
@@ -1204,6 +1233,7 @@ class Stop(BaseException):
     """Ctrl-C or SIGTERM. No Exception: what catches those must not catch it."""
 
 def leave(number, frame):
+    """The handler outside of the loop; inside it, the step at work is ended and saved first."""
     raise Stop("Stopped; the same command goes on from there.")
 
 @contextmanager
@@ -1230,10 +1260,12 @@ def fast_matmul():
         matmul.fp32_precision = before
 
 def say(text, file=None):
+    """Prints above the progress bar, in the first process."""
     if ann.rank_and_size()[0] == 0:
         tqdm.write(data.printable(text), file)
 
 def choose_device(name=None):
+    """The torch.device of --device; with several processes, a GPU for each."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
     if name != "cpu" and torch.cuda.is_available():
@@ -1278,6 +1310,7 @@ GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome"
              "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
 
 def parse_arguments(argv):
+    """The command line. A flag that would do nothing is refused: it was meant for another stage."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     add = parser.add_argument
     add("--stage", choices=("batch-tome", "memory", "tome", "finetune"), required=True)
@@ -1320,12 +1353,8 @@ def train(args):
         path = getattr(args, name)
         if path and not os.path.isfile(path) and (name, path) != ("start", "scratch"):
             raise UserError(f"{path}: no such file for --{name}")
-    if args.append:                     # never trains
-        read_run_file(args.out)
-        path = Path(args.out) / "batch-tome.pt"
-        checkpoint = read_checkpoint(path)
-        if checkpoint["evaluated"] < checkpoint["recipe"]["steps"]:
-            raise UserError(f"{path} is unfinished: --append wants a trained run")
+    if args.append:                     # to what is there; this never trains
+        return make_memory(load_run(args.out, settle(args), args.device), args.append)
     run, kind = make_run(args), args.task or args.stage
     if args.start:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
@@ -1338,14 +1367,13 @@ def train(args):
     if args.task:
         kinds.append(kind)
     if kind not in kinds:
-        raise UserError(f"--stage {kind}: this run is of a baseline without mention memory; begin "
-                        "with --stage tome")
+        raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
     for name in kinds[:kinds.index(kind) + 1]:
         named, started = name == kind, time.time()
         if name == "memory":
-            make_memory(run, args.append)
+            make_memory(run)
             continue
-        recipe, checkpoint = plan(run, name, flags if named else None)
+        recipe, checkpoint = plan(run, name, flags if named else {})
         if (name == "tome" and not checkpoint and not (named and args.steps)
                 and args.start not in (None, "scratch") and is_flax(args.start)):
             recipe, _ = plan(run, name, {"start": flags["start"], "steps": 0})
@@ -1375,6 +1403,7 @@ def report(args):
     return subprocess.run(command).returncode
 
 def main(argv=None):
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
     args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with signals_to(leave):

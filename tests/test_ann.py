@@ -13,14 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import ann  # noqa: E402
 
-
 def small_integers(Q, N, d=16, n_passages=25, seed=0):
     """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
     rng = np.random.default_rng(seed)
     queries, keys = (rng.integers(-3, 4, (n, d)).astype(np.float32) for n in (Q, N))
     passages = (rng.integers(-1, n_passages, n) for n in (Q, N))
     return tuple(torch.from_numpy(x) for x in (queries, keys, *passages))
-
 
 def brute_force(queries, keys, k, query_passage=None, key_passage=None):
     """Full sort of every score in float64; equal scores by rising id."""
@@ -33,13 +31,11 @@ def brute_force(queries, keys, k, query_passage=None, key_passage=None):
     scores = np.take_along_axis(scores, ids, 1)
     return scores, np.where(np.isinf(scores), -1, ids)
 
-
 def check(found, expected):
     scores, ids = found
     assert scores.dtype == torch.float32 and ids.dtype == torch.int64
     assert np.array_equal(ids.numpy(), expected[1])
     assert np.allclose(scores.numpy(), expected[0], rtol=1e-5, atol=1e-5)
-
 
 def check_rounded(scores, ids, queries, keys, k):
     """As check, where float32 may round two scores into another order."""
@@ -49,7 +45,6 @@ def check_rounded(scores, ids, queries, keys, k):
     assert np.allclose(again, expected, rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == k for row in ids.tolist())
 
-
 @pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (5, 0, 3), (0, 50, 3), (5, 50, 0),
                                      (30, 9000, 128), (3, 70001, 40), (1030, 300, 7), (300, 12000, 2)])
 def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(Q, N, k):
@@ -58,13 +53,11 @@ def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(Q, N, k):
     check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
           brute_force(queries, keys, k, query_passage, key_passage))
 
-
 def test_exact_topk_on_real_valued_scores():
     generator = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(200, 32, generator=generator), torch.randn(20000, 32, generator=generator)
     scores, ids = ann.exact_topk(queries, keys, 100)
     check_rounded(scores, ids, queries, keys, 100)
-
 
 @pytest.mark.parametrize("order", ["falling", "rising", "all equal", "all zero", "huge"])
 def test_exact_topk_survives_every_order_of_keys(order):
@@ -78,7 +71,6 @@ def test_exact_topk_survives_every_order_of_keys(order):
         keys = torch.ones_like(keys) if order == "all equal" else torch.zeros_like(keys)
     check(ann.exact_topk(queries, keys, 50, query_passage, key_passage),
           brute_force(queries, keys, 50, query_passage, key_passage))
-
 
 def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     queries, keys, _, _ = small_integers(20, 10000)
@@ -97,19 +89,16 @@ def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     nothing = ann.exact_topk(queries, keys[:9], 4, torch.full((20,), 7), torch.full((9,), 7))
     assert (nothing[1] == -1).all() and (nothing[0] == -np.inf).all()
 
-
 def test_plain_topk_is_a_full_sort_too():
     queries, keys, query_passage, key_passage = small_integers(30, 700)
     check(ann.plain_topk(queries, keys, 40), brute_force(queries, keys, 40))
     check(ann.plain_topk(queries, keys, 900, query_passage, key_passage),
           brute_force(queries, keys, 900, query_passage, key_passage))
 
-
 def test_a_key_that_is_not_finite_hides_no_neighbour():
     keys = torch.ones(20, 2)
     keys[7] = torch.nan
     assert ann.exact_topk(torch.ones(1, 2), keys, 3)[1].tolist() == [[0, 1, 2]]
-
 
 @pytest.mark.parametrize("N", [40, 900, 40000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -136,7 +125,6 @@ def test_scores_that_are_not_finite_count_as_not_there(N, dtype):
         assert np.allclose(found[0].numpy(), scores)
     assert (ids[11] == -1).all() and (np.delete(ids, 11, 0) >= 0).any()
 
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keys_are_searched_exactly(dtype):
     generator = torch.Generator().manual_seed(1)
@@ -144,7 +132,6 @@ def test_half_precision_keys_are_searched_exactly(dtype):
     keys = torch.randn(9000, 64, generator=generator).to(dtype)
     check_rounded(*ann.exact_topk(queries, keys, 30), queries, keys, 30)
     check_rounded(*ann.BucketedIndex(keys, 8).search(queries, 30, 8), queries, keys, 30)
-
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_keys_and_passages_can_be_memory_maps(tmp_path, dtype):
@@ -156,7 +143,6 @@ def test_keys_and_passages_can_be_memory_maps(tmp_path, dtype):
     check(ann.exact_topk(queries, mapped, 40, query_passage, passage), expected)
     check(ann.BucketedIndex(mapped, 16, passage).search(queries, 40, 16, query_passage), expected)
 
-
 MEMORY = """
 import sys, resource, numpy as np, torch, ann
 keys = np.load(sys.argv[1], mmap_mode="r")
@@ -167,7 +153,6 @@ ann.exact_topk(queries, keys, 128)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
-
 @pytest.mark.slow
 def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
     """200,000 fp16 keys from disk are 51 MB, as float32 102 MB, their scores with 256 queries 205 MB."""
@@ -176,7 +161,6 @@ def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
     grown = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "keys.npy"], cwd=ROOT, check=True,
                            capture_output=True, text=True).stdout
     assert int(grown) * 1024 < 120e6
-
 
 # ---- k-means and buckets
 
@@ -188,13 +172,11 @@ def naive_kmeans(points, centroids, n_iters):
         centroids = np.stack([points[np.array(assignment) == c].mean(0) for c in range(len(centroids))])
     return centroids, assign()
 
-
 def test_kmeans_is_lloyds_algorithm():
     points = np.random.default_rng(0).standard_normal((300, 5)).astype(np.float32)
     centroids, assignment = ann.kmeans(torch.from_numpy(points), 7, 4, init=torch.from_numpy(points[:7]))
     expected = naive_kmeans(points, points[:7], 4)
     assert np.allclose(centroids.numpy(), expected[0], atol=1e-5) and assignment.tolist() == expected[1]
-
 
 def test_kmeans_gives_the_golden_arrays():
     golden = np.load(Path(__file__).parent / "golden" / "kmeans.npz")
@@ -212,7 +194,6 @@ def test_kmeans_gives_the_golden_arrays():
     empty = (theirs == 0).all(1)
     assert empty.any() and not (ours == 0).all(1).any()
 
-
 @pytest.mark.parametrize("points", [torch.ones(50, 3), torch.arange(12.0)[:, None] // 4,
                                     torch.cat([torch.zeros(1000, 2), torch.tensor([[1e4, 0.0]])])])
 def test_kmeans_has_no_empty_cluster_and_no_nan(points):
@@ -221,7 +202,6 @@ def test_kmeans_has_no_empty_cluster_and_no_nan(points):
         n = min(n_clusters, len(points))
         assert centroids.shape == (n, points.shape[1]) and centroids.isfinite().all()
         assert sorted(set(assignment.tolist())) == list(range(n))
-
 
 def test_kmeans_is_deterministic_by_seed_and_learns_on_a_sample(monkeypatch):
     points = torch.randn(3000, 4, generator=torch.Generator().manual_seed(0))
@@ -232,7 +212,6 @@ def test_kmeans_is_deterministic_by_seed_and_learns_on_a_sample(monkeypatch):
     distance = (points[:, None] - first[0]).square().sum(2)
     assert torch.equal(first[1], distance.argmin(1))            # all 3,000 points, not the 512 of the sample
 
-
 @pytest.mark.parametrize("k", [1, 10, 128, 3000, 3100])
 def test_all_buckets_together_are_the_exact_search(k, monkeypatch):
     queries, keys, query_passage, key_passage = small_integers(50, 3000)
@@ -242,7 +221,6 @@ def test_all_buckets_together_are_the_exact_search(k, monkeypatch):
         check(index.search(queries, k, 20), brute_force(queries, keys, k))
         check(index.search(queries, k, 99, query_passage),
               brute_force(queries, keys, k, query_passage, key_passage))
-
 
 def test_a_few_buckets_hold_exactly_their_keys():
     queries, keys, query_passage, key_passage = small_integers(30, 2000)
@@ -258,7 +236,6 @@ def test_a_few_buckets_hold_exactly_their_keys():
             expected_ids = [inside[i] if i >= 0 else -1 for i in expected[1][0]]
             assert ids[q].tolist() == expected_ids and np.array_equal(scores[q].numpy(), expected[0][0])
 
-
 def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     generator = torch.Generator().manual_seed(0)
     entity = torch.randn(200, 32, generator=generator)
@@ -271,18 +248,15 @@ def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     found = index.search(queries, 20, 8)[1]
     assert np.mean([np.isin(a, b).mean() for a, b in zip(exact, found)]) > 0.9
 
-
 def test_an_empty_memory_finds_nothing():
     index = ann.BucketedIndex(torch.zeros(0, 8), 4, torch.zeros(0, dtype=torch.int64))
     scores, ids = index.search(torch.ones(3, 8), 5, 2, torch.zeros(3, dtype=torch.int64))
     assert ids.tolist() == [[-1] * 5] * 3 and (scores == -np.inf).all()
 
-
 # ---- several processes
 
 SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}      # uneven, one empty, one smaller than k
 QUERIES = {1: [0, 40], 2: [0, 40, 40], 4: [0, 7, 7, 39, 40]}                # uneven, some have none
-
 
 def one_of_many(rank, size, file):
     torch.set_num_threads(1)
@@ -344,14 +318,12 @@ def one_of_many(rank, size, file):
     assert torch.equal(ann.gather(torch.arange(40)[mine] % 2 == 0), torch.arange(40) % 2 == 0)
     dist.destroy_process_group()
 
-
 @pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path):
     if size == 1:
         one_of_many(0, 1, tmp_path / "init")
     else:
         mp.spawn(one_of_many, (size, tmp_path / "init"), size)
-
 
 def test_without_a_process_group_everything_is_local():
     queries, keys, query_passage, key_passage = small_integers(9, 200)

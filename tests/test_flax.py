@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-import data
 import train
 from encoder import CheckpointError, Config, load_flax
 from memory import BatchMemory, attention_weights
 from test_golden import batch_of, memory_of
-from tome import TOME, BatchTOME, part_of
+from tome import TOME, BatchTOME
 
 msgpack = pytest.importorskip("msgpack", reason="pip install msgpack")
 

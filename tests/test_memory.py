@@ -19,11 +19,9 @@ CPU = torch.device("cpu")
 TINY = Config(vocab_size=500, hidden=8, n_heads=2, intermediate=12, n_initial=1, n_block=1,
               max_positions=128, dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=8, k_shard=8)
 
-
 def new_encoder(seed=0):
     torch.manual_seed(seed)
     return BatchTOME(TOME(TINY)).encoder
-
 
 @pytest.fixture(scope="module")
 def corpora(small_world, tmp_path_factory):
@@ -36,16 +34,13 @@ def corpora(small_world, tmp_path_factory):
     return [data.Corpus.build(path, str(folder / name), tokenizer, 48, 96)
             for path, name in ((small_world, "whole"), (folder / "half.jsonl", "half"))]
 
-
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 16)
 
-
 def build(corpus, folder, old=None, seed=0, dtype=np.float32):
     build_memory(new_encoder(seed), corpus, folder, CPU, dtype, {"kind": "memory"}, old)
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
 
 def test_a_memory_is_what_the_encoder_says_and_its_manifest_says_so(corpora, tmp_path):
     corpus, encoder = corpora[0], new_encoder()
@@ -61,7 +56,6 @@ def test_a_memory_is_what_the_encoder_says_and_its_manifest_says_so(corpora, tmp
     assert not (tmp_path / "memory.part").exists()
     with pytest.raises(UserError, match="another mention encoder"):
         load_memory(tmp_path / "memory", new_encoder(1).fingerprint)
-
 
 def test_a_build_that_was_cut_off_goes_on_at_the_first_shard_missing(corpora, tmp_path, monkeypatch):
     whole = build(corpora[0], tmp_path / "undisturbed")
@@ -84,7 +78,6 @@ def test_a_build_that_was_cut_off_goes_on_at_the_first_shard_missing(corpora, tm
     assert build(corpora[0], tmp_path / "memory") == whole
     assert calls[:4] == [0, 16, 32, 16] and len(calls) == len(set(calls)) + 2
 
-
 @pytest.mark.parametrize("links", [True, False])
 def test_full_shards_of_a_grown_corpus_are_taken_over(corpora, tmp_path, monkeypatch, links):
     whole, half = corpora
@@ -104,7 +97,6 @@ def test_full_shards_of_a_grown_corpus_are_taken_over(corpora, tmp_path, monkeyp
     calls.clear()
     build(whole, tmp_path / "other", tmp_path / "old", seed=1)          # another encoder's: none
     assert calls == list(range(0, len(whole.article), 16))
-
 
 @pytest.mark.parametrize("damage, message", [
     ("missing", "No such file"), ("cut", "checksum"), ("bit", "checksum"), ("copied", "checksum"),
@@ -135,7 +127,6 @@ def test_what_is_not_whole_is_refused_in_one_sentence(corpora, tmp_path, damage,
         load_memory(folder)
     assert "\n" not in str(error.value) and "--stage memory" in str(error.value)
 
-
 def test_numbers_that_are_not_finite_are_refused_with_passage_and_remedy(corpora, tmp_path):
     for weight, dtype, remedy in ((1e6, np.float16, "memory_dtype=float32"),
                                   (np.nan, np.float32, "lower --lr")):
@@ -145,7 +136,6 @@ def test_numbers_that_are_not_finite_are_refused_with_passage_and_remedy(corpora
             build_memory(encoder, corpora[1], tmp_path / "memory", CPU, dtype, {})
         assert not (tmp_path / "memory").exists()
 
-
 def one_of_two(rank, folder, corpus_folder):
     torch.set_num_threads(1)
     memory_file.PASSAGES_PER_SHARD = 16
@@ -153,13 +143,11 @@ def one_of_two(rank, folder, corpus_folder):
     build(data.Corpus(corpus_folder), f"{folder}/by_two")
     dist.destroy_process_group()
 
-
 @pytest.mark.slow
 def test_two_processes_write_the_files_of_one(corpora, tmp_path):
     mp.spawn(one_of_two, (str(tmp_path), corpora[1].folder), 2)
     by_two = {path.name: path.read_bytes() for path in (tmp_path / "by_two").iterdir()}
     assert by_two == build(corpora[1], tmp_path / "by_one")
-
 
 def test_a_changed_memory_shares_what_stayed_and_searches_what_changed():
     g = torch.Generator().manual_seed(0)

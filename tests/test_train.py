@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,29 +20,23 @@ TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 1
         "save_every": 2, "eval_mentions": 20,
         "schedule": {name: train.Schedule(4, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
 
-
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
 
-
 def run(*arguments):
     return train.main([*map(str, arguments), "--quiet"])
-
 
 def only(out, kind):
     """The folder of the run's corpus or memory."""
     folder, = out.glob(f"{kind}-????????")
     return folder
 
-
 def weights(path):
     return torch.load(path, weights_only=True)["model"]
 
-
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
 
 @pytest.fixture(scope="module")
 def trained_once(small_world, tmp_path_factory):
@@ -51,12 +46,10 @@ def trained_once(small_world, tmp_path_factory):
         assert run("--stage", "tome", "--corpus", small_world, "--out", out) == 0
     return out
 
-
 @pytest.fixture
 def trained(tiny, trained_once, tmp_path):
     """A run of all stages, a few steps each: a copy, to be spoilt."""
     return Path(shutil.copytree(trained_once, tmp_path / "run"))
-
 
 def test_one_command_runs_every_stage_and_reports(trained, capsys):
     assert {p.name for p in trained.iterdir()} == {
@@ -71,12 +64,10 @@ def test_one_command_runs_every_stage_and_reports(trained, capsys):
     assert figures["masked_mention"]["unseen"].keys() >= {"memory", "emptied", "shuffled", "n"}
     assert figures["same_entity_mass"]["seen"].keys() >= {"visible", "masked"}
 
-
 def test_the_same_command_again_changes_nothing(trained, small_world):
     before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
     assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
     assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
-
 
 def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world, capsys):
     code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(flush=True); input()"
@@ -91,7 +82,6 @@ def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world
         other.kill()                                        # however it ends, the folder is free again
     assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
     assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
-
 
 @pytest.mark.parametrize("stage", ["batch-tome", pytest.param("tome", marks=pytest.mark.slow)])
 def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, small_world, tmp_path, stage, monkeypatch):
@@ -118,12 +108,10 @@ def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, sma
                       for line in text.splitlines())
     assert strip(log) == strip((trained / "log.jsonl").read_text())
 
-
 def test_two_seeds_differ(tiny, small_world, tmp_path):
     for seed in (0, 1):
         run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path / str(seed), "--seed", seed)
     assert not equal(weights(tmp_path / "0/batch-tome.pt"), weights(tmp_path / "1/batch-tome.pt"))
-
 
 @pytest.mark.slow
 def test_tome_2_has_two_memory_layers_and_trains(small_world, tmp_path, monkeypatch):
@@ -132,7 +120,6 @@ def test_tome_2_has_two_memory_layers_and_trains(small_world, tmp_path, monkeypa
     assert run("--stage", "tome", "--corpus", small_world, "--out", out, "--blocks", 2) == 0
     loaded, tome, memory = train.open_run(out)
     assert len(tome.blocks) == 2 and loaded.config.n_blocks == 2
-
 
 @pytest.mark.parametrize("task", ["claims", "qa"])
 @pytest.mark.slow
@@ -147,9 +134,7 @@ def test_fine_tuning_keeps_the_best_dev_checkpoint(trained, small_world, tmp_pat
     assert 0 <= checkpoint["best_score"] <= 1 and checkpoint["best"].keys() == checkpoint["model"].keys()
     assert evaluation.main(["--out", str(trained), "--task", task, "--examples", str(file), "--json"]) == 0
 
-
 # -- the memory's files
-
 
 def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
     loaded, tome, table = train.open_run(trained)
@@ -166,7 +151,6 @@ def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
         torch.testing.assert_close(table.values[m], value[0], atol=1e-4, rtol=1e-4)
         assert table.entity[m] == corpus.mention_entity[mention] and table.passage[m] == passage
 
-
 def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small_world, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
     run("--stage", "memory", "--corpus", small_world, "--out", tmp_path)
@@ -180,7 +164,6 @@ def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small
     assert run("--stage", "memory", "--corpus", small_world, "--out", tmp_path) == 0
     assert files == {p.name: p.read_bytes() for p in folder.iterdir()}
     assert (folder / "keys-00000.npy").stat().st_mtime_ns == kept
-
 
 @pytest.mark.parametrize("damage, words", [("flip", "damaged"), ("truncate", "damaged"), ("missing", "missing"),
                                            ("manifest", "damaged"), ("another encoder", "another mention encoder")])
@@ -204,9 +187,7 @@ def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, 
     message = capsys.readouterr().err
     assert words in message and str(trained) in message and message.count("\n") == 1
 
-
 # -- what a user gets wrong: one sentence, a non-zero exit
-
 
 @pytest.mark.parametrize("arguments, words", [
     (["--stage", "tome", "--corpus", "no/such.jsonl"], "no such file"),
@@ -220,7 +201,6 @@ def test_missing_files_are_named_before_anything_is_trained(tiny, tmp_path, caps
     assert words in message and message.count("\n") == 1
     assert not list(tmp_path.rglob("*.*"))
 
-
 @pytest.mark.parametrize("lines, words", [
     ("", "no text"),
     ('{"title": "A", "text": "Nothing is linked here.", "mentions": []}\n', "no linked mention"),
@@ -233,7 +213,6 @@ def test_a_bad_corpus_is_one_sentence(tiny, tmp_path, capsys, lines, words):
     message = capsys.readouterr().err
     assert words in message and "Traceback" not in message and message.count("\n") == 1
 
-
 def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained, small_world, tmp_path, capsys):
     assert run("--stage", "tome", "--preset", "mini", "--out", trained) == 1
     assert "--preset toy, not mini" in capsys.readouterr().err
@@ -243,7 +222,6 @@ def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained
     (tmp_path / "file").write_text("")
     assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path / "file") == 1
     assert "cannot be made" in capsys.readouterr().err
-
 
 def values_out_of_range():
     """For each field of Settings and Config, numbers below and above its range and no numbers."""
@@ -256,7 +234,6 @@ def values_out_of_range():
         if type(value) is int and name != "n_block_batch":
             yield name, "0"
 
-
 @pytest.mark.parametrize("name, text", list(values_out_of_range()))
 def test_a_value_out_of_range_is_one_sentence(name, text, capsys, tmp_path):
     command = ["--stage", "tome", "--out", str(tmp_path / "run"), "--set", f"{name}={text}"]
@@ -267,7 +244,6 @@ def test_a_value_out_of_range_is_one_sentence(name, text, capsys, tmp_path):
     message = capsys.readouterr().err
     assert code in (1, 2) and name in message and "Traceback" not in message
     assert not (tmp_path / "run").exists()
-
 
 @pytest.mark.parametrize("wrong, words", [
     ("n_heads=5", "n_heads"), ("hidden=100", "n_heads"), ("hidden=33 n_heads=3", "even"),
@@ -284,7 +260,6 @@ def test_after_a_setting_that_cannot_be_the_corrected_command_works_in_the_same_
     assert words in message and message.count("\n") == 1 and not list(out.iterdir())
     if wrong == "n_heads=5":
         assert run(*command) == 0
-
 
 def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_path, capsys, monkeypatch):
     """Ctrl-C while the world of seed 0 is tokenised, then another seed: its world, not the first one's."""
@@ -304,6 +279,21 @@ def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_p
     assert run("--stage", "batch-tome", "--out", out, "--seed", 0) == 1
     assert f"{out} was started with --seed 5, not 0" in capsys.readouterr().err
 
+def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_path, capsys):
+    small = {name: data.COUNTS[name] // 8 for name in ("person", "city", "company", "film")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "COUNTS", data.COUNTS | small)
+        train.make_world(tmp_path / "world", 0)
+        whole = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
+        run = SimpleNamespace(out=tmp_path)
+        file = train.toy_examples(run, "qa")
+        for damage in (b"", whole[file.name][:-9], whole[file.name].replace(b"a", b"e", 1)):
+            file.write_bytes(damage)
+            with pytest.raises(data.UserError, match=f"{file} is damaged.*--stage tome"):
+                train.toy_examples(run, "qa")
+            train.make_world(tmp_path / "world", 0)
+            again = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
+            assert whole == again
 
 def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"question": "Who?"\n')
@@ -315,7 +305,6 @@ def test_what_fine_tuning_lacks_is_said_before_anything_is_trained(tiny, small_w
         assert words in message and "Traceback" not in message
     assert not list((tmp_path / "run").glob("*.pt"))
 
-
 def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_path, capsys):
     lines = [json.loads(line) | {"split": "held_out"} for line in small_world.read_text().splitlines()[:3]]
     data.write_lines(tmp_path / "c.jsonl", lines)
@@ -323,17 +312,15 @@ def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_
     message = capsys.readouterr().err
     assert "held out" in message and message.count("\n") == 1
 
-
 def test_a_damaged_log_of_a_finished_stage_is_named(trained, small_world, capsys):
     whole = (trained / "log.jsonl").read_text()
     for junk in ("garbage", '{"stage": "tome", "step": 1e999}', '{"stage": "tome", "step": 4, "mlm": 1e999}',
                  "[" * 100_000, '{"stage": "tome", "step": 4, "seen": [[]]}', '{"stage": "tome", "step": 4, "seen": {"n": {}}}'):
         (trained / "log.jsonl").write_text(whole + junk + "\n")
-        with pytest.raises(data.UserError, match="log.jsonl:3: damaged"):
+        with pytest.raises(data.UserError, match="log.jsonl:3 is damaged"):
             train.read_log(trained / "log.jsonl")
     (trained / "log.jsonl").write_text(whole + '{"stage": "to')         # cut off: no line at all
     assert len(train.read_log(trained / "log.jsonl")) == 2
-
 
 def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
     """It sends and receives rows: of float16 in a memory of float16."""
@@ -347,7 +334,6 @@ def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, sma
         a, b = getattr(full, name), getattr(empty, name)
         assert a.dtype == b.dtype and a.shape[1:] == b.shape[1:], name
 
-
 def test_a_checkpoint_of_a_stranger_runs_no_code(trained, small_world, capsys):
     class Evil:
         def __reduce__(self):
@@ -355,7 +341,6 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(trained, small_world, capsys):
     torch.save({**torch.load(trained / "tome.pt", weights_only=True), "model": Evil()}, trained / "tome.pt")
     assert evaluation.main(["--out", str(trained)]) == 1
     assert not (trained / "owned").exists() and "damaged" in capsys.readouterr().err
-
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint(tiny, small_world, tmp_path, capsys,
                                                                                 monkeypatch):
@@ -368,7 +353,6 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_last_checkpoint
     assert run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path) == 1
     assert "step 3" in capsys.readouterr().err
     assert torch.load(tmp_path / "batch-tome.pt", weights_only=True)["step"] == 2
-
 
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
 def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
@@ -396,7 +380,6 @@ def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
     assert checkpoint["recipe"]["lr"] == [[0, 1e-3], [2, float(advice[1])]] and float(advice[1]) < 1e-3
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
 
-
 def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage_goes_on(
         trained, small_world, monkeypatch, capsys):
     before, log = torch.load(trained / "tome.pt", weights_only=True), (trained / "log.jsonl").read_text().splitlines()
@@ -422,9 +405,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage
     old, new = ({k: v for k, v in json.loads(lines[-1]).items() if k != "tokens_per_second"} for lines in (log, again))
     assert old == new and len(log) == len(again)
 
-
 # -- what belongs together
-
 
 @pytest.mark.slow
 def test_claims_of_another_tome_are_said_to_be_stale(trained, small_world, tmp_path, capsys):
@@ -446,7 +427,6 @@ def test_claims_of_another_tome_are_said_to_be_stale(trained, small_world, tmp_p
     assert run(*claims) == 0
     train.open_run(trained, "claims")
 
-
 @pytest.mark.parametrize("flags, words", [
     (["--steps", 5], "--steps 4, not 5"), (["--batch", 5], "--batch 16, not 5"), (["--lr", 1], "--lr 0.001, not 1.0"),
     (["--start", "scratch"], "--start None, not scratch"), (["--search", "bucketed"], "--n_search None, not 32"),
@@ -457,7 +437,6 @@ def test_a_finished_stage_is_not_taken_for_another(trained, small_world, capsys,
     assert run("--stage", "tome", "--out", trained, *flags) == 1
     message = capsys.readouterr().err
     assert words in message and message.count("\n") == 1 and (trained / "tome.pt").read_bytes() == before
-
 
 @pytest.mark.parametrize("name, value, read_by", [
     ("coref_weight", 0.5, ["batch-tome.pt"]), ("entity_weight", 0.5, ["tome.pt"]), ("clip", 2.0, ["batch-tome.pt", "tome.pt"]),
@@ -475,7 +454,6 @@ def test_files_of_another_setting_are_refused_by_the_stages_that_read_it(trained
     else:
         assert code == 0
 
-
 def test_every_setting_belongs_to_some_stage(trained):
     """… but those that change no result."""
     read = {name for kinds in train.READ_BY.values() for name in kinds.split()}
@@ -484,16 +462,13 @@ def test_every_setting_belongs_to_some_stage(trained):
     assert {name for name, kinds in train.READ_BY.items() if not kinds} == {
         "passage_length", "vocab", "save_every", "eval_mentions", "schedule"}
 
-
 def test_other_weights_of_the_bert_are_another_run(tiny, small_world, tmp_path):
     saved = dict(train.RUN, init="/bert", weights={"vocab.txt": 1, "model.safetensors": 2}, text=1)
     recipe = train.corpus_recipe(saved, [])
     assert train.identity(recipe) != train.identity(train.corpus_recipe(saved | {"weights": {"vocab.txt": 9}}, []))
     assert train.identity(recipe) != train.identity(train.corpus_recipe(saved, [7]))
 
-
 # -- readers, links
-
 
 def test_opening_a_run_writes_nothing_and_builds_nothing(trained):
     def state():
@@ -509,13 +484,11 @@ def test_opening_a_run_writes_nothing_and_builds_nothing(trained):
         assert not folder.exists()
         (trained / "away").rename(folder)
 
-
 def test_a_run_that_is_not_there_is_one_sentence_with_a_command_that_works(tmp_path, monkeypatch):
     with pytest.raises(data.UserError, match="python train.py --stage tome --out") as error:
         train.open_run(tmp_path / "nosuch")
     advice = str(error.value).split("python train.py ")[1].split(" trains")[0].split()
     assert train.parse_arguments(advice).out == str(tmp_path / "nosuch") and not (tmp_path / "nosuch").exists()
-
 
 @pytest.mark.parametrize("field", ["recipe", "step", "evaluated", "model", "optimizer", "sums", "processes", "best", "encoder"])
 def test_a_checkpoint_without_a_field_is_damaged(trained, field):
@@ -523,7 +496,6 @@ def test_a_checkpoint_without_a_field_is_damaged(trained, field):
     torch.save({name: value for name, value in whole.items() if name != field}, trained / "tome.pt")
     with pytest.raises(data.UserError, match="tome.pt is damaged"):
         train.open_run(trained)
-
 
 def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
     out, other = tmp_path / "run", tmp_path / "bashrc"
@@ -539,7 +511,6 @@ def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
     assert run(*command) == 0
     assert other.read_text() == "mine" and not (out / "batch-tome.pt").is_symlink()
 
-
 def test_text_is_appended_to_a_trained_run_only(tiny, small_world, tmp_path, capsys):
     for made in (False, True):
         if made:
@@ -549,7 +520,6 @@ def test_text_is_appended_to_a_trained_run_only(tiny, small_world, tmp_path, cap
         message = capsys.readouterr().err
         assert "is missing" in message and message.count("\n") == 1
         assert {p.name for p in tmp_path.rglob("*")} <= {"run", "run.json"}
-
 
 @pytest.mark.slow
 def test_the_report_is_a_command_that_train_runs(small_world, tmp_path):
@@ -562,7 +532,6 @@ def test_the_report_is_a_command_that_train_runs(small_world, tmp_path):
         assert done.returncode == 0, done.stderr
         assert ("with the memory" in done.stdout) == (stage == "tome")
 
-
 # -- several processes
 
 WORKER = """
@@ -572,7 +541,6 @@ import train, test_train
 train.PRESETS["toy"] = test_train.TINY
 sys.exit(train.main(sys.argv[1:]))
 """
-
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
@@ -593,7 +561,6 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
     for name in first:
         torch.testing.assert_close(first[name], second[name], atol=2e-4, rtol=1e-3)
 
-
 @pytest.mark.parametrize("memory", ["entities", "none"])
 @pytest.mark.slow
 def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path, memory, capsys):
@@ -610,7 +577,6 @@ def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path,
     assert run("--stage", "tome", "--set", "hidden=12", *out) == 1 and "--set" in capsys.readouterr().err
     assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
 
-
 @pytest.mark.slow
 def test_a_rate_on_the_command_line_is_the_stages_and_stays(trained, capsys):
     (trained / "tome.pt").unlink()
@@ -622,7 +588,6 @@ def test_a_rate_on_the_command_line_is_the_stages_and_stays(trained, capsys):
     assert torch.load(trained / "tome.pt", weights_only=True)["recipe"]["lr"] == [[0, 4e-4]]
     assert run(*tome, "--lr", 1e-3) == 1 and "--lr 0.0004, not 0.001" in capsys.readouterr().err
 
-
 def test_a_start_that_holds_no_tome_of_these_dimensions_is_refused(trained, capsys):
     (trained / "tome.pt").rename(trained / "other.pt")
     other = torch.load(trained / "other.pt", weights_only=True)
@@ -632,7 +597,6 @@ def test_a_start_that_holds_no_tome_of_these_dimensions_is_refused(trained, caps
         assert run("--stage", "tome", "--out", trained, "--start", trained / start) == 1
         assert f"--start {trained / start}: no TOME" in capsys.readouterr().err
     assert not (trained / "tome.pt").exists()
-
 
 @pytest.mark.slow
 def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
@@ -652,11 +616,9 @@ def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
     began, other = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]} for seed in (None, loaded.seed + 1))
     assert far(other, scratch) < 0.02 < 0.1 < far(began, scratch)       # what the memory's encoder began with is no stranger
 
-
 def question_accuracy(out, path):
     loaded, tome, table = train.open_run(out, "qa")
     return train.task_accuracy(loaded, tome, "qa", train.read_examples(loaded, "qa", path), table)["accuracy"]
-
 
 @pytest.mark.slow
 def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_world, tmp_path, monkeypatch, capsys):
@@ -692,7 +654,7 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     full = len(before.article) // 64                                # shards that were full are not written again
     assert full > 0
     for shard in range(full):
-        for path in only(trained, "memory").glob(f"*-{shard:05d}.*"):
+        for path in only(trained, "memory").glob(f"*-{shard:05d}.npy"):
             assert path.stat().st_mtime_ns == files[path.name]
 
     loaded, _, table = train.open_run(trained)
@@ -701,7 +663,6 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     torch.testing.assert_close(table.keys, torch.from_numpy(rows["keys"]), atol=1e-5, rtol=0)
     assert (table.mention.numpy() == rows["mention"]).all()
     assert run("--stage", "tome", "--out", trained) == 0            # it is the same run still
-
 
 @pytest.mark.slow
 def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkeypatch):
