@@ -1,5 +1,4 @@
 """W processes compute what one does on the same batch.   python -m pytest tests/test_sharded.py"""
-import argparse
 import json
 
 import numpy as np
@@ -21,11 +20,6 @@ TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 1
 STAGES = ("batch-tome", "tome", "claims", "qa")
 
 
-def arguments(out, **values):
-    return argparse.Namespace(**{"out": out, "preset": None, "seed": None, "blocks": None, "corpus": None, "init": None,
-                                 "set": None, "device": "cpu", "search": "exact", "n_search": None, **values})
-
-
 @pytest.fixture(scope="module")
 def folder(small_world, tmp_path_factory):
     """A run with every stage's result, and its memory in shards of 32 passages."""
@@ -33,7 +27,8 @@ def folder(small_world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train.PRESETS, "toy", TINY)
         patch.setattr(memory_file, "PASSAGES_PER_SHARD", 32)
-        assert train.main(["--stage", "tome", "--corpus", str(small_world), "--out", str(out)]) == 0
+        assert train.main(["--stage", "tome", "--corpus", str(small_world), "--quiet",
+                           "--out", str(out)]) == 0
     _, examples = data.toy_world(seed=3)
     titles = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
     for task in ("claims", "qa"):
@@ -42,30 +37,29 @@ def folder(small_world, tmp_path_factory):
     return out
 
 
-def first_step(folder, stage, found):
-    """Loss and gradients of a stage's first step, as train_stage computes them; bytes sent, and what was retrieved."""
-    result = {}
+def stage_of(folder, kind):
+    """The stage, as train.train gives it to train_stage: from the checkpoints in the folder."""
+    run = train.load_run(folder, train.read_run_file(folder), "cpu")
+    recipe, _ = train.plan(run, kind)
+    torch.manual_seed(0)        # batch-tome.pt is there, so its stage leaves the weights to the loop
+    examples = folder / f"{kind}.jsonl" if kind in ("claims", "qa") else None
+    return run, recipe, train.STAGES[kind](run, recipe, None, examples)
 
-    def record(run, stage, model, schedule, next_batch, losses, evaluate, extra):
-        rank, size = ann.rank_and_size()
-        batch = next_batch(0).part(rank, size)
-        ann.bytes_sent.clear()
-        found.clear()
-        parts = losses(model.train(), batch)
-        loss = sum(weight * share for weight, share in parts.values())
-        loss.backward()
-        ann.sum_gradients(model.parameters())
-        result.update(sent=dict(ann.bytes_sent), mentions=len(batch.row), loss=float(ann.sum_over_processes(loss)),
-                      grads={name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
-    train.train_stage = record
-    run = train.make_run(arguments(folder))
-    schedule = run.settings.schedule[stage]
-    if stage in ("claims", "qa"):
-        train.stage_finetune(run, stage, schedule, folder / f"{stage}.jsonl", with_clozes=stage == "claims")
-    else:
-        {"batch-tome": train.stage_batch_tome, "tome": train.stage_tome}[stage](run, schedule)
-    return result
+def first_step(folder, kind, found):
+    """Loss and gradients of a stage's first step; bytes sent, and what was retrieved."""
+    rank, size = ann.rank_and_size()
+    _, _, stage = stage_of(folder, kind)
+    batch = stage.next_batch(0).part(rank, size)
+    ann.bytes_sent.clear()
+    found.clear()
+    stage.model.train()
+    loss = sum(weight * share for weight, share in stage.losses(batch).values())
+    loss.backward()
+    ann.sum_gradients(stage.model.parameters())
+    grads = {name: p.grad for name, p in stage.model.named_parameters() if p.grad is not None}
+    return {"sent": dict(ann.bytes_sent), "mentions": len(batch.row), "grads": grads,
+            "loss": float(ann.sum_over_processes(loss))}
 
 
 def process(rank, size, folder, stages, results):
@@ -86,9 +80,9 @@ def process(rank, size, folder, stages, results):
             result |= {"ids": [f.ids for f in found], "n_local": n_local[0]}
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
-        run = train.make_run(arguments(folder))
-        memory_file.build_memory(train.load_batch_tome(run).encoder, run.corpus, folder / "by_two",
-                                 run.device, np.float32, {})
+        run = train.load_run(folder, train.read_run_file(folder), "cpu")
+        encoder = train.load_model(run, "batch-tome")[0].encoder
+        memory_file.build_memory(encoder, run.corpus, folder / "by_two", run.device, np.float32, {})
     else:
         table = load_memory(folder / "by_two")
         torch.save({name: getattr(table, name) for name in memory_file.ARRAYS}, results / f"memory.{rank}.pt")
@@ -99,7 +93,6 @@ def process(rank, size, folder, stages, results):
 def alone(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train.PRESETS, "toy", TINY)
-        patch.setattr(train, "train_stage", None)       # first_step sets it; here it is put back
         return {stage: first_step(folder, stage, []) for stage in STAGES}
 
 
@@ -134,20 +127,15 @@ def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, severa
 def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
     """A process may get claims without any mention, while the clozes beside them are another's."""
     losses = []
-
-    def one_part(run, stage, model, schedule, next_batch, batch_losses, *_):
-        claim, other = data.read_examples(folder / "claims.jsonl", "claims")[:2]
-        cloze = other._replace(label=None, answers=[other.mentions[0].entity])
-        batch = train.examples_batch(run, "claims", [claim._replace(mentions=[]), cloze])
-        shares = batch_losses(model, batch.part(0, 2))
-        losses.append((len(batch.part(0, 2).row), {name: share.item() for name, (_, share) in shares.items()}))
-        assert batch_losses(model, batch.part(1, 2))["qa"][1] > 0
-
-    monkeypatch.setattr(train, "train_stage", one_part)
+    claim, other = data.read_examples(folder / "claims.jsonl", "claims")[:2]
+    cloze = other._replace(label=None, answers=[other.mentions[0].entity])
     for claim_mask in (True, False):
         monkeypatch.setitem(train.PRESETS, "toy", dict(TINY, claim_mask=claim_mask))
-        run = train.make_run(arguments(folder))
-        train.stage_finetune(run, "claims", run.settings.schedule["claims"], folder / "claims.jsonl", with_clozes=True)
+        run, _, stage = stage_of(folder, "claims")
+        batch = train.examples_batch(run, "claims", [claim._replace(mentions=[]), cloze])
+        shares = {name: share.item() for name, (_, share) in stage.losses(batch.part(0, 2)).items()}
+        losses.append((len(batch.part(0, 2).row), shares))
+        assert stage.losses(batch.part(1, 2))["qa"][1] > 0
     (n_masks, with_mask), (n_none, without) = losses
     assert (n_masks, n_none) == (1, 0) and with_mask["qa"] == without["qa"] == without["asked"] == 0 < without["claims"]
 
@@ -184,7 +172,7 @@ def test_a_memory_written_by_two_processes_loads_in_one_three_or_four(folder, se
     parts = several[size]["memory"] if size > 1 else [vars(load_memory(folder / "by_two"))]
     order = np.argsort(np.concatenate([part["mention"].numpy() for part in parts]))
     for name in memory_file.ARRAYS:         # what one process wrote, read with numpy alone
-        written = np.concatenate([np.load(p) for p in sorted((folder / "memory").glob(f"{name}-*.npy"))])
+        written = np.concatenate([np.load(p) for p in sorted(folder.glob(f"memory-*/{name}-*.npy"))])
         rows = np.concatenate([part[name].numpy() for part in parts])[order]
         assert len(rows) == len(written)
         np.testing.assert_allclose(rows, written, atol=1e-5)
