@@ -501,15 +501,15 @@ def new_batch_tome(run, seed=None):
             layer.load_state_dict(state)
         if mlm is None:
             say(f"{run.init} has no MLM head: made a fresh one.")
+            # It starts at the words' frequencies: to learn these alone takes a thousand steps.
+            tokens = run.corpus.tokens[:10 ** 7]
+            words = tokens[run.corpus.maskable[tokens]]
+            counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+            tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
         else:
             tome.mlm.load_state_dict(mlm)
     else:
         start_positions(model)
-    if mlm is None:     # to learn the words' frequencies alone takes a thousand steps on real text
-        tokens = run.corpus.tokens[:10 ** 7]
-        words = tokens[run.corpus.maskable[tokens]]
-        counts = np.bincount(words, minlength=run.config.vocab_size) + 1
-        tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     return model
 
 def start_from(run, tome, start):
