@@ -133,7 +133,7 @@ def finetuned(out, name, seed, task, hops):
         more = ["--steps", 1600]
         if task == "claims":
             first = train(Path(f"{folder}-first"), *flags, "--steps", 300, base=base)
-            more += ["--lr", 1e-3, "--cloze", "--start", first / "claims.pt"]
+            more += ["--lr", 1e-3, "--start", first / "claims.pt"]
     return train(Path(folder), *flags, "--examples", examples, *more, base=base)
 
 
