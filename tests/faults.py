@@ -641,8 +641,7 @@ def leak(reference, steps=5000):
 
     schedule = {**MICRO["schedule"], "batch-tome": train.Schedule(steps, 1e-3, 10, 2)}
     train.PRESETS["toy"] = {**MICRO, "schedule": schedule, "cluster": 2, "log_every": steps // 10,
-                            "save_every": steps // 10,
-                            "memory_from": 0.0}     # or its memory comes in between
+                            "save_every": steps // 10}
     torch.optim.AdamW.step = step
     try:
         code, _, err = quietly(train.main, command("batch-tome", reference.folder, out))
