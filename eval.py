@@ -36,7 +36,6 @@ from tome import answer_question, claim_logits, predict_entity
 
 # ------------------------------------------------------ figures; a cell holds those of n items
 
-
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json: at most n held-out mentions seen
     and n unseen, each masked alone in its passage. Figures of no mention are None."""
@@ -53,9 +52,11 @@ def masked_mention_figures(run, tome, memory, n=1000):
                       "n": values["n"]}
     return {"masked_mention": masked, "same_entity_mass": mass}
 
-
 def task_figures(run, tome, memory, task, path=None):
-    """The key "claims" or "qa" of --json. path: examples, instead of the toy world's tests."""
+    """The key "claims" or "qa" of --json. path: examples, instead of the toy world's tests.
+
+    In the toy world a cell each for one and two hops, and for subjects seen and unseen; recall@20
+    is then the mean over all of their questions."""
     def cell(path):
         return figures_of(run, tome, memory, task, train.read_examples(run, task, path))
 
@@ -72,7 +73,6 @@ def task_figures(run, tome, memory, task, path=None):
             figures[name] = sum(cell[name] * cell["n"] for cell in cells) / n
     return {task: figures}
 
-
 def figures_of(run, tome, memory, task, examples):
     """The cell of these examples, with what controls they allow and each figure's 95% interval.
     "answer_is_entity": the share of questions that can be right, as the corpus has an answer."""
@@ -85,6 +85,7 @@ def figures_of(run, tome, memory, task, examples):
     cell["without_memory"] = accuracy(memory, attend=False)
     if isinstance(memory, MentionMemory):
         cell["emptied"] = accuracy(memory.emptied())
+        # Only where every example names an article: nothing would be removed for the others.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
             titles = [example.info.get(field) for example in examples]
             if all(isinstance(t, str) and t in run.corpus.article_index for t in titles):
@@ -101,14 +102,12 @@ def figures_of(run, tome, memory, task, examples):
     intervals = {name: wilson(share, n) for name, share in cell.items()}
     return cell | {"n": n, "interval": intervals}
 
-
 def wilson(share, n, z=1.96):
     """Wilson's 95% interval of a share of n, sound also for few items and shares near 0 and 1."""
     scale = 1 + z * z / n
     centre = share + z * z / (2 * n)
     half = z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
     return [max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
-
 
 class BM25:
     """Robertson's ranking of P passages p by the tokens t that they share with a query q:
@@ -144,7 +143,6 @@ class BM25:
         best = best[scores[best] > 0]
         return self.passages[best], scores[best]
 
-
 def bm25_recall(run, bm25, examples):
     """Recall@20 of BM25, beside TOME's (app. B.4): is a mention of an answer one of TOME's 20 best
     memories, or in one of BM25's 20 best passages? This favours BM25, as in the paper; but there,
@@ -156,18 +154,15 @@ def bm25_recall(run, bm25, examples):
         hits += any(np.isin(run.corpus.passage_entities(p), answers).any() for p in found)
     return hits / len(examples)
 
-
 # ------------------------------------------------------ what a mention retrieves (tables 3, 4, 12)
 # What is shown is a list of (text, says, mentions). says: what the model makes of the text, "" if
 # it was asked nothing. mentions: of each, (its words, {layer: its heaviest memories}).
-
 
 def heaviest(memory, retrieved, m, n=3):
     """Of mention m: [(weight, corpus mention), …] of the n memories with most attention."""
     weights, order = retrieved.weights[m].topk(min(n, retrieved.weights.shape[1]))
     pairs = zip(weights.tolist(), retrieved.ids[m][order].tolist())
     return [(weight, int(memory.mention[i])) for weight, i in pairs if weight > 0]
-
 
 @torch.no_grad()
 def show_masked(run, tome, memory, n=5):
@@ -186,7 +181,6 @@ def show_masked(run, tome, memory, n=5):
         layers = {f"layer {i}": heaviest(memory, r, m) for i, r in enumerate(found, 1)}
         shown.append((run.corpus.show_mention(mention), says, [(data.MASK, layers)]))
     return shown
-
 
 @torch.no_grad()
 def show_examples(run, tome, memory, task, examples):
@@ -216,12 +210,10 @@ def show_examples(run, tome, memory, task, examples):
         shown.append((example.text, says, mentions))
     return shown
 
-
 def verdict(says, probability, truth):
     """What the model says, and whether it is one of truth; [] = not known."""
     right = f"; {'right' if says in truth else 'wrong'}" if truth else ""
     return f"{says}   (probability {float(probability):.2f}{right})"
-
 
 def example_of(run, text):
     """An example of a text that somebody typed. Its mentions are the names of entities, and what
@@ -235,7 +227,6 @@ def example_of(run, text):
         raise data.UserError(f"no mention in {text!r}: name an entity of the corpus, or put what "
                              "is mentioned in [brackets]")
     return data.Example(plain, mentions, None, [], {})
-
 
 def print_shown(run, shown, path=None):
     """Prints what is shown; or writes it to path as a web page, with whole passages, escaped."""
@@ -254,15 +245,14 @@ def print_shown(run, shown, path=None):
         print(data.printable("\n".join(lines)))
         return
     title, text = html.escape(f"What {run.out} retrieves"), html.escape("\n".join(lines))
-    Path(path).write_text(f"""<!DOCTYPE html>
+    page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"></head>
 <body><h1>{title}</h1><pre style="white-space: pre-wrap">{text}</pre></body></html>
-""", encoding="utf-8")
-
+"""
+    data.write_file(path, lambda file: file.write(page.encode("utf-8", "replace")))
 
 # ------------------------------------------------------ report and command line
-
 
 def print_figures(figures, name=""):
     """Figures below the name of their cell, which is its place in --json, with their intervals."""
@@ -272,6 +262,8 @@ def print_figures(figures, name=""):
         print(f"\n{name}")
     for key, value in own.items():
         text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        if value is None:
+            text = "not measured: no such mention"
         if key in intervals:
             text += "   95%: {:.3f} to {:.3f}".format(*intervals[key])
         print(f"  {key:<20}{text}")
@@ -279,17 +271,18 @@ def print_figures(figures, name=""):
         if isinstance(value, dict) and value is not intervals:
             print_figures(value, f"{name} {key}".strip())
 
-
 def print_curve(out, stage):
-    """What log.jsonl says of a stage, each series drawn from its smallest value to its largest."""
+    """What log.jsonl says of a stage, each series drawn from its smallest value to its largest.
+
+    A bar is the mean of a sixtieth of the values; the first and the last one stand beside it."""
     records = [r for _, r in train.read_log(Path(out) / "log.jsonl") if r["stage"] == stage]
     if len(records) < 2:
         return
     series = {}
     for record in records:
         for name, value in record.items():
-            if isinstance(value, dict) and value["n"]:          # seen and unseen
-                name, value = f"masked, {name}", value["accuracy"]
+            if isinstance(value, dict) and value.get("n"):      # seen and unseen
+                name, value = f"masked, {name}", value.get("accuracy")
             if isinstance(value, float) and name != "lr":
                 series.setdefault(name, []).append(value)
     print(f"{stage}, steps {records[0]['step']:,} to {records[-1]['step']:,}")
@@ -297,8 +290,7 @@ def print_curve(out, stage):
         means = np.array([part.mean() for part in np.array_split(values, min(60, len(values)))])
         heights = 7 * (means - means.min()) / max(np.ptp(means), 1e-9)
         bars = "".join("▁▂▃▄▅▆▇█"[round(height)] for height in heights)
-        print(f"  {name:<16}{values[0]:8.3f} {bars} {values[-1]:.3f}")
-
+        print(f"  {data.printable(name):<16}{values[0]:8.3f} {bars} {values[-1]:.3f}")
 
 def report(run, tome, memory, args):
     """Figures; without --json also the learning curve and, of the whole memory after stage tome,
@@ -319,21 +311,26 @@ def report(run, tome, memory, args):
         for share in (0.1, 0.5):
             part = memory.sample(share)
             measured = train.masked_mentions(tome, run.corpus, part, mentions, run.device)
-            shares = [f"{kind} {values['accuracy']:.3f}" for kind, values in measured.items()]
-            print(f"  with {share:.0%} of the memory: {', '.join(shares)}")
+            shares = [f"{kind} {values['accuracy']:.3f}" for kind, values in measured.items()
+                      if values["n"]]
+            print(f"  with {share:.0%} of the memory: {', '.join(shares) or 'not measured'}")
         print_shown(run, show_masked(run, tome, memory, 3))
 
-
 def show(run, tome, memory, args):
-    """What --show and --ask ask for."""
+    """What --show and --ask ask for: a text that somebody typed, or a number of held-out mentions
+    or of examples. Of examples, also those without a label or an answer."""
     if not args.show.isdecimal():
-        return show_examples(run, tome, memory, args.task, [example_of(run, args.show)])
+        example, longest = example_of(run, args.show), run.settings.max_length
+        cut = data.count_cut_mentions([example], run.tokenizer, longest)
+        if cut:
+            train.say(f"{cut} mentions stand behind max_length ({longest} tokens) and are not "
+                      "read; give a shorter text.", sys.stderr)
+        return show_examples(run, tome, memory, args.task, [example])
     if not args.task:
         return show_masked(run, tome, memory, int(args.show))
     path = args.examples or train.toy_examples(run, args.task)
     examples = train.read_examples(run, args.task, path, known=False)[:int(args.show)]
     return show_examples(run, tome, memory, args.task, examples)
-
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
@@ -379,7 +376,6 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("eval.py: stopped; nothing was changed", file=sys.stderr)
         return 130
-
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8

@@ -410,7 +410,7 @@ def quietly(main, arguments):
 KINDS = {
     "run.json": ("run.json", "done", "eval"), "corpus arrays": ("corpus-*/*.bin", "done", "eval"),
     "corpus meta": ("corpus-*/meta.json", "done", "eval"),
-    "corpus names": ("corpus-*/[te]*s.json", "done", "eval"),
+    "corpus names": ("corpus-*/names.json", "done", "eval"),
     "tokenizer": ("corpus-*/tokenizer.json", "done", "eval"), "tome.pt": ("tome.pt", "done", "eval"),
     "qa.pt": ("qa.pt", "done", "eval qa"), "manifest": ("memory-*/manifest.json", "done", "eval"),
     "memory arrays": ("memory-*/*.npy", "done", "eval"),
@@ -475,7 +475,7 @@ def corruptions(reference, folders, kind, n, rng):
                 wrong.append(f"{name}, {how}: another result, and nothing was said")
             continue
         found += 1
-        named = path.name in err or where == "done" and name.startswith("corpus") and "corpus" in err
+        named = path.name in err or path.parent != out and path.parent.name in err
         if code != 1 or err.strip().count("\n") or not named:
             wrong.append(f"{name}, {how}: {code}, {err}")
         if before != {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}:

@@ -504,6 +504,14 @@ def test_figures_of_no_mention_are_null(run, monkeypatch, capsys):
             assert cell.pop("n") == 0 and len(cell) > 1 and set(cell.values()) == {None}
 
 
+def test_a_part_of_the_memory_is_not_said_to_give_nothing_where_nothing_was_measured(
+        run, monkeypatch, capsys):
+    monkeypatch.setattr(train, "sample_eval_mentions", lambda run, n: np.zeros(0, int))
+    assert evaluate(run) == 0
+    printed = capsys.readouterr().out
+    assert "10% of the memory: not measured" in printed and "0.000" not in printed.split("10%")[1]
+
+
 def test_ctrl_c_is_one_sentence(run, monkeypatch, capsys):
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -534,6 +542,28 @@ def test_control_characters_do_not_reach_the_terminal(run, capsys):
     assert evaluate(run, "--show", "\x1b[31m Alma Verran \u202e met.") == 0
     printed = capsys.readouterr().out
     assert "Alma Verran" in printed and "\x1b" not in printed and "\u202e" not in printed
+
+
+def test_a_page_is_not_written_through_a_link(run, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "page.html").symlink_to(tmp_path / "mine")
+    assert evaluate(run, "--show", "1", "--html", tmp_path / "page.html") == 0
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "<!DOCTYPE html>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("record", [
+    {"seen": {}}, {"seen": {"n": 1}}, {"seen": {"accuracy": "x", "n": 1}}, {"\x1b[31m": 0.5}])
+def test_an_odd_line_of_the_log_breaks_no_curve(tmp_path, capsys, record):
+    write(tmp_path / "log.jsonl", [{"stage": "tome", "step": step, **record} for step in (1, 2)])
+    evaluation.print_curve(tmp_path, "tome")
+    printed = capsys.readouterr().out
+    assert "tome, steps 1 to 2" in printed and "\x1b" not in printed
+
+
+def test_a_typed_mention_behind_max_length_is_said(run, capsys):
+    assert evaluate(run, "--show", "Alma Verran met " + "tea " * 300 + "Boris Holt.") == 0
+    assert "1 mentions stand behind max_length" in capsys.readouterr().err
 
 
 def test_a_page_for_a_missing_folder_is_refused_at_once(run, monkeypatch, capsys):

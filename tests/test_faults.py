@@ -98,6 +98,40 @@ def test_another_command_after_an_append_that_was_cut_off_takes_it_back(referenc
     assert not set(difference(out, reference.before_contents("append second"))) - {"run.json.tmp"}
 
 
+def test_what_was_appended_is_not_lost_without_a_word(reference, small, done):
+    """The corpus is damaged after two appends, and its owner follows the advice. What was appended
+    is lost with it: that is said with exit code 1, and it can be appended again."""
+    for stage in ("append first", "append second"):
+        assert run(command(stage, reference.folder, done))[0] == 0
+    before = contents(done)
+    shutil.rmtree(only(done, "corpus"))
+    one_sentence(*quietly(train.main, command("memory", reference.folder, done)), "append")
+    for stage in ("memory", "append first", "append second"):
+        assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
+    assert not difference(done, before)
+    assert quietly(evaluation.main, ["--out", done, "--json"])[0] == 0
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"seed": 0}'])
+def test_a_damaged_record_of_the_toy_world_makes_it_anew(tmp_path, monkeypatch, content):
+    few = {name: n // 8 for name, n in data.COUNTS.items() if name != "country"}
+    monkeypatch.setattr(data, "COUNTS", data.COUNTS | few)
+    (tmp_path / "world").mkdir()
+    (tmp_path / "world" / "recipe.json").write_text(content)
+    path = train.make_world(tmp_path / "world", 0)
+    assert list(data.read_corpus(path)) and data.read_json(path.parent / "recipe.json")["seed"] == 0
+
+
+def test_a_terminal_that_is_not_utf_8_ends_no_training(reference, tmp_path):
+    """In a program of its own: the name of the corpus file is said before anything is done."""
+    corpus = tmp_path / "z\xfcrich.jsonl"
+    corpus.write_text("{}")
+    arguments = ["--stage", "batch-tome", "--corpus", corpus, "--out", tmp_path / "run"]
+    done = subprocess.run([sys.executable, ROOT / "train.py", *arguments], capture_output=True,
+                          text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 1 and "z\\xfcrich.jsonl:1: title: missing" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("stage, number", [("corpus", signal.SIGTERM), ("batch-tome", signal.SIGINT),
                                            ("memory", signal.SIGINT), ("memory", signal.SIGTERM)])
 def test_a_signal_saves_says_how_to_go_on_and_leaves_nothing_half_written(reference, stage, number):
@@ -211,7 +245,8 @@ def test_what_the_message_says_about_a_damaged_shard_helps(reference, done, smal
     folder = only(done, "memory")
     shard = folder / "keys-00002.npy"
     faults.spoil(shard, random.Random(0), "flip")
-    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), f"remove {folder}", "--stage memory")
+    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), "remove that folder",
+                 "--stage memory")
     shutil.rmtree(folder)
     assert quietly(train.main, command("memory", reference.folder, done))[0] == 0
     assert not difference(done, contents(reference.run))
@@ -271,7 +306,7 @@ def test_a_checkpoint_of_another_recipe_is_named(done, small, name, recipe, word
     ("tome.pt", {"encoder": "0" * 64}, ["another mention encoder"]), ("run.json", {"format": 1}, ["run.json", "format 1"]),
     ("run.json", {"preset": "huge"}, ["run.json"]), ("run.json", {"set": 3}, ["run.json"]),
     ("run.json", {"blocks": "x"}, ["run.json"]), ("run.json", {"appended": [1]}, ["corpus-"]),
-    ("memory/manifest.json", {"format": 1}, ["manifest.json", "format 1"]),
+    ("memory/manifest.json", {"format": 1}, ["memory-", "format 1"]),
     ("corpus/meta.json", {"format": 0}, ["format 0"]), ("corpus/meta.json", {"recipe": {}}, ["corpus-"])])
 def test_another_format_or_encoder_is_named(done, small, name, values, words):
     folder, _, inner = name.partition("/")
@@ -457,7 +492,7 @@ def test_a_crafted_checkpoint_and_a_crafted_array_run_no_code(done, small, tmp_p
     manifest = data.read_json(path)
     manifest["shards"][0]["crc32"]["keys"] = data.checksum(keys)
     data.write_json(path, manifest)
-    one_sentence(*quietly(evaluation.main, ["--out", done]), "keys-00000.npy", "no array of numbers")
+    one_sentence(*quietly(evaluation.main, ["--out", done]), "keys-00000.npy", "damaged")
     assert not owned.exists()
     np.load(keys, allow_pickle=True)        # it would have run
     assert owned.exists()
