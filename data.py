@@ -1373,6 +1373,8 @@ def read_dump(path, warn=lambda sentence: None):
 
     warn(sentence) is called for a dump that is not in English. Raises UserError."""
     parser, root, n_read = ElementTree.XMLPullParser(["start", "end"]), None, 0
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     try:
         with open(path, "rb") as raw:
             file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
@@ -1843,7 +1845,7 @@ def task(name, paths, out, corpus=None, entities=None):
 
 # ---------------------------------------------------------------- command line
 
-def check(path, vocab=None, preset="base") -> int:
+def check(path, vocab=None, preset="toy") -> int:
     """Prints what a corpus file holds and ten mentions of it, or its first ten errors."""
     errors = []
     for _ in read_corpus(path, errors):
@@ -1892,7 +1894,7 @@ def main() -> int:
     toy.add_argument("--seed", type=int, default=0)
     checked = commands.add_parser("check", help="count what a corpus holds, or list its errors")
     checked.add_argument("file")
-    checked.add_argument("--preset", choices=TEXT_PRESETS, default="base", help="as train.py's")
+    checked.add_argument("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
     checked.add_argument("--vocab", help="a vocab.txt or a tokenizer.json (default: trained)")
     dump = commands.add_parser("wiki", help="turn a Wikipedia dump (pages-articles) into a corpus")
     dump.add_argument("file")

@@ -301,8 +301,8 @@ def check_finite(rows, corpus):
             p = int(rows["passage"][bad.argmax()])
             title = corpus.titles[corpus.article[p]]
             raise UserError(f"passage {p:,} ({title!r}): a number of its {name} is not "
-                            f"finite in {rows[name].dtype}; use --set memory_dtype=float32, or "
-                            "train batch-tome again with a lower --lr")
+                            f"finite in {rows[name].dtype}; train batch-tome again with a "
+                            "lower --lr, or in float16 use --set memory_dtype=float32")
 
 def take_over(old, part, shard, crc32):
     """Links an old memory's arrays of this shard into `part`. False where they are not whole."""

@@ -1073,6 +1073,10 @@ def make_run(args):
                 if path != folder:
                     raise UserError(f"{out}/run.json is missing, and {path} is of another command; "
                                     "choose another --out")
+        if saved["appended"] and not folder.exists():
+            write_json(out / "run.json", saved | {"appended": []})
+            raise UserError(f"{folder} is missing, and with it all that was appended; the same "
+                            "command makes the corpus again: then append those files again")
         if not (out / "run.json").exists() or saved != read_run_file(out):
             write_json(out / "run.json", saved)
         source = saved["corpus"] or make_world(out / "world", saved["seed"])
@@ -1440,4 +1444,6 @@ def main(argv=None):
             dist.destroy_process_group()
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
+        stream.reconfigure(errors="backslashreplace")
     sys.exit(main())
