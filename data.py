@@ -54,10 +54,8 @@ TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
 
-
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
-
 
 # ---------------------------------------------------------------- mentions, markers, passages
 
@@ -66,13 +64,11 @@ class Mention(NamedTuple):
     end: int
     entity: str | None      # None: mentioned, but not linked
 
-
 class Text(NamedTuple):
     title: str
     text: str
     mentions: list
     split: str | None = None    # "train", "held_out" or None: by its title
-
 
 class Span(NamedTuple):
     """A mention by its tokens."""
@@ -80,14 +76,12 @@ class Span(NamedTuple):
     last: int       # exclusive
     index: int      # which of the text's mentions
 
-
 class Passage(NamedTuple):
     tokens: np.ndarray      # (n + 2m + 2,) int32, [CLS] … [SEP]
     start: np.ndarray       # (m,) positions of [E_start]; outer mentions before inner ones
     end: np.ndarray         # (m,) positions of [E_end]
     index: np.ndarray       # (m,) which of the text's mentions
     chars: tuple            # the passage's characters in the text: from, to (None: the end)
-
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (T) and max_length positions.
@@ -141,7 +135,6 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         passages.append(_set_markers(ids, lo, hi, within(lo, hi), special, chars))
     return passages
 
-
 def _set_markers(ids, lo, hi, spans, special, chars):
     """Tokens lo … hi as a Passage."""
     markers = []
@@ -164,12 +157,10 @@ def _set_markers(ids, lo, hi, spans, special, chars):
     return Passage(np.array(tokens, np.int32), np.array(start, np.int64), np.array(end, np.int64),
                    index, chars)
 
-
 # ---------------------------------------------------------------- batches and masking
 
 # the fields of a Batch that have an entry a row
 ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
-
 
 @dataclass
 class Batch:
@@ -219,13 +210,11 @@ class Batch:
                 part[name] = number[part[name]]
         return Batch(**part)
 
-
 def _ranges(starts, lengths):
     """The ranges [s, s + n) one after the other: which range, the offset in it, the value."""
     which = np.repeat(np.arange(len(lengths)), lengths)
     offset = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return which, offset, starts[which] + offset
-
 
 def _unmasked(corpus, passages) -> Batch:
     """These passages with all of their mentions; nothing is masked yet."""
@@ -243,12 +232,10 @@ def _unmasked(corpus, passages) -> Batch:
         tokens, tokens, tokens != corpus.special[PAD], row, start, end, entity, passages[row],
         np.zeros(len(row), bool), none, none, none, mention)))
 
-
 def _markers(batch):
     """(M,) positions of [E_start], and of [E_end], in the flat tokens (B * T,)."""
     offset = batch.row * batch.tokens.shape[1]
     return (offset + batch.start).numpy(), (offset + batch.end).numpy()
-
 
 def _mask(batch, corpus, chosen, read, owners) -> Batch:
     """The batch with its targets.
@@ -267,7 +254,6 @@ def _mask(batch, corpus, chosen, read, owners) -> Batch:
                "target_index": targets, "target": tokens[targets],
                "target_mention": owner[targets]}
     return replace(batch, **{name: torch.from_numpy(array) for name, array in tensors.items()})
-
 
 def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
                max_mentions=24) -> Batch:
@@ -309,7 +295,6 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
         read[index[fate < .8]] = corpus.special[MASK]
     return _mask(batch, corpus, chosen, read, np.arange(len(start)))
 
-
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = _unmasked(corpus, corpus.passage_of(mentions))
@@ -319,7 +304,6 @@ def eval_batch(corpus, mentions) -> Batch:
     chosen = np.zeros(len(tokens), bool)
     chosen[inside] = corpus.maskable[tokens[inside]]
     return _mask(batch, corpus, chosen, np.where(chosen, corpus.special[MASK], tokens), asked)
-
 
 def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
@@ -336,7 +320,6 @@ def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
     elsewhere = passages_with[entity] - 1
     return linked[corpus.held_out[passage] & (count[pair] == 1) & ~own_title
                   & (elsewhere >= min_elsewhere)]
-
 
 # ---------------------------------------------------------------- related passages (app. A.1)
 
@@ -398,7 +381,6 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
         in_cluster[:] = False
     return clusters
 
-
 # ---------------------------------------------------------------- examples: claims and questions
 
 class Example(NamedTuple):
@@ -408,11 +390,9 @@ class Example(NamedTuple):
     answers: list               # questions: entity names, any of which is right; []: none is one
     info: dict                  # the other fields: subject, bridge, relations, …
 
-
 # Chinese and Japanese put no spaces between words, so that each of their characters is a word.
 _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
-
 
 def name_index(names) -> dict:
     """A tree of names by their words: {"port": {"ellin": {"": "Port_Ellin"}}}, "" at a name's end.
@@ -428,7 +408,6 @@ def name_index(names) -> dict:
                 node = node.setdefault(word, {})
             node.setdefault("", name)
     return index
-
 
 def find_mentions(text, names) -> list:
     """Mentions of entity names in a text: longest match first, whole words, whatever the case.
@@ -452,7 +431,6 @@ def find_mentions(text, names) -> list:
         i += 1
     return mentions
 
-
 @lru_cache(1)
 def _pipeline():
     """spaCy's English pipeline. Raises UserError where there is none."""
@@ -464,11 +442,9 @@ def _pipeline():
         raise UserError("noun chunks need spaCy and an English pipeline of it, such as "
                         f"en_core_web_sm ({e})") from e
 
-
 def noun_chunks(text) -> list:
     """The noun chunks of a text, the paper's mentions of claims and questions (app. B.1)."""
     return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
-
 
 def mention_finder(names):
     """(how, find): find(text) -> mentions of a text that comes without: noun chunks where spaCy
@@ -480,7 +456,6 @@ def mention_finder(names):
         index = name_index(names)
         return f"entity names ({e})", lambda text: find_mentions(text, index)
 
-
 class _Placed(NamedTuple):
     """A mention of an example in its batch."""
     row: int
@@ -489,7 +464,6 @@ class _Placed(NamedTuple):
     entity: int
     asked: bool         # the one mention of its row whose entity is the answer
     number: int         # which of the example's mentions; -1: the [MASK] at the end
-
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512,
                   claim_mask=False) -> Batch:
@@ -542,7 +516,6 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
         batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
     return batch
 
-
 def _first_passages(examples, tokenizer, room):
     """(example, Passage of its first `room` positions) of each; what is behind them is cut off."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
@@ -552,12 +525,10 @@ def _first_passages(examples, tokenizer, room):
         passages = encode_text(encoding, example.mentions, room, room, special, Counter())
         yield example, passages[0] if passages else nothing
 
-
 def count_cut_mentions(examples, tokenizer, max_length) -> int:
     """How many mentions example_batch leaves out, as they are behind max_length."""
     passages = _first_passages(examples, tokenizer, max_length - 3)
     return sum(len(example.mentions) - len(passage.index) for example, passage in passages)
-
 
 # ---------------------------------------------------------------- the toy world
 
@@ -596,7 +567,6 @@ NAMES = {kind: tuple(pool.split() for pool in pools.split("/")) for kind, pools 
 }.items()}
 COUNTS = {"person": 800, "city": 220, "country": 60, "company": 220, "film": 600}
 
-
 class Relation(NamedTuple):
     subject: str            # kinds of names
     object: str
@@ -604,7 +574,6 @@ class Relation(NamedTuple):
     phrases: list           # for the corpus; {s} is the subject, {o} the object
     claims: list
     questions: list
-
 
 def _relations(table) -> dict:
     """{name: Relation} of the table below: name, subject, object, noun; then nine phrases, five
@@ -617,7 +586,6 @@ def _relations(table) -> dict:
         phrases = [" ".join(phrase.split()) for phrase in phrases]
         relations[name] = Relation(*types, phrases[:5], phrases[5:7], phrases[7:])
     return relations
-
 
 RELATIONS = _relations("""
 born_in person city birthplace
@@ -669,7 +637,6 @@ location film city location
     Where was the film S made?
 """)
 
-
 def _say(phrase, subject, obj="", noun=None, bridge=""):
     """A phrase filled in, its mentions in brackets: "[Alma Verran] was born in [Port Ellin]."
 
@@ -678,7 +645,6 @@ def _say(phrase, subject, obj="", noun=None, bridge=""):
     about = f"[{subject}]'s [{noun}|{bridge}]" if noun else f"[{subject}]"
     text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}]")
     return text[0].upper() + text[1:]
-
 
 def _line(key, marked, **others):
     """A line of a file; marked: a text with its mentions in brackets."""
@@ -691,7 +657,6 @@ def _line(key, marked, **others):
         text += name
         at = match.end()
     return {key: text + marked[at:], "mentions": mentions, **others}
-
 
 def toy_world(seed=0, descriptions=0.5):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
@@ -722,7 +687,6 @@ def toy_world(seed=0, descriptions=0.5):
             examples[f"{task}.both.{name}"] = [line for part in parts for line in part]
     return lines, examples
 
-
 def _toy_facts(rng, names):
     """Facts {(subject, relation): object} drawn at random; names: {kind: names}."""
     facts = {}
@@ -731,7 +695,6 @@ def _toy_facts(rng, names):
             one, other = rng.choice(names[relation.object], 2, replace=False).tolist()
             facts[subject, name] = other if one == subject else one
     return facts
-
 
 def _toy_passages(rng, facts, split, descriptions):
     """Five passages a subject, each with all of its facts, every time in another phrase: a masked
@@ -765,7 +728,6 @@ def _toy_passages(rng, facts, split, descriptions):
             name = "train" if seen and i != held_out else "held_out"
             lines.append({"title": subject, **_line("text", " ".join(said.values()), split=name)})
     return lines
-
 
 def _toy_examples(rng, facts, split, name, limit):
     """{"qa.one_hop.NAME": lines, …} of one split: questions and claims about one fact and two."""
@@ -806,7 +768,6 @@ def _toy_examples(rng, facts, split, name, limit):
         examples[f"claims.{hops}.{name}"] = claims if name == "train" else claims[:limit]
     return examples
 
-
 def write_toy(folder, lines, examples):
     """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
     try:
@@ -815,7 +776,6 @@ def write_toy(folder, lines, examples):
         raise cannot_write(folder, e) from e
     for name, records in {**examples, "corpus": lines}.items():
         write_lines(os.path.join(folder, name + ".jsonl"), records)
-
 
 # ================================================================ files: JSON lines
 
@@ -839,7 +799,6 @@ FIELDS = {
     "qa": {"question": "a string", "answers": "a list of names"},
 }
 
-
 def read_bytes(path, max_line=-1) -> Iterator[bytes]:
     """The lines of a plain or gzipped file, whatever its name, without a byte-order mark."""
     n = 0
@@ -862,7 +821,6 @@ def read_bytes(path, max_line=-1) -> Iterator[bytes]:
     except OSError as e:
         raise UserError(f"{path}: cannot be read ({e.strerror}); check the name") from e
 
-
 def open_text(path) -> Iterator[str]:
     """The lines of a plain or gzipped UTF-8 file, one by one. Raises UserError."""
     for n, line in enumerate(read_bytes(path), 1):
@@ -870,7 +828,6 @@ def open_text(path) -> Iterator[str]:
             yield line.decode()
         except UnicodeDecodeError as e:
             raise UserError(f"{path}:{n}: not UTF-8 ({e}); convert the file") from e
-
 
 def check_fields(record, fields, where=""):
     """Raises ValueError "field: reason" for the first field that is not what it should be."""
@@ -884,7 +841,6 @@ def check_fields(record, fields, where=""):
             raise ValueError(f"{where}{name}: missing")
         if not CHECKS[kind](record[name]):
             raise ValueError(f"{where}{name}: not {kind}")
-
 
 def read_mentions(record, text) -> list | None:
     """The Mentions of a text in its record, checked; None where it has none. Raises ValueError."""
@@ -900,7 +856,6 @@ def read_mentions(record, text) -> list | None:
                              f"0 <= start < end <= {len(text)}")
         mentions.append(Mention(start, end, mention["entity"]))
     return mentions
-
 
 def parse_line(line):
     """What stands in a line of JSON. Raises ValueError with a sentence for the usual mistakes."""
@@ -920,7 +875,6 @@ def parse_line(line):
         raise ValueError(f"not JSON, {e}") from e
     return value
 
-
 def read_records(path, kind, make, errors=None):
     """make(record) of each JSON line with the FIELDS of its kind; make may raise ValueError.
 
@@ -938,14 +892,12 @@ def read_records(path, kind, make, errors=None):
                 raise UserError(message + "; correct this line or take it out") from e
             errors.append(message)
 
-
 def read_corpus(path, errors=None) -> Iterator[Text]:
     """The texts of a corpus file, as a stream. Errors as read_records'."""
     def text(record):
         mentions = read_mentions(record, record["text"])
         return Text(record["title"], record["text"], mentions, record.get("split"))
     return read_records(path, "text", text, errors)
-
 
 def read_examples(path, task) -> list:
     """Examples of task "claims" (text, label) or "qa" (question, answers); mentions may be absent.
@@ -965,7 +917,6 @@ def read_examples(path, task) -> list:
     if not examples:
         raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
     return examples
-
 
 # ---------------------------------------------------------------- files: written whole
 
@@ -997,13 +948,11 @@ def write_file(path, write):
     finally:
         remove(temporary)
 
-
 def cannot_write(path, error) -> UserError:
     why = getattr(error, "strerror", None) or str(error).split("\n")[0]
     missing = isinstance(error, FileNotFoundError)
     cure = "make its folder first" if missing else "choose another place, or make room"
     return UserError(f"{path}: cannot be written ({why}); {cure}")
-
 
 def remove(path):
     """Removes a file, a folder or a link, but not what the link points to."""
@@ -1011,7 +960,6 @@ def remove(path):
         shutil.rmtree(path)
     elif os.path.lexists(path):
         os.unlink(path)
-
 
 def sync(path):
     """Makes a file, or the names in a folder, outlast a loss of power."""
@@ -1021,7 +969,6 @@ def sync(path):
     finally:
         os.close(file)
 
-
 def commit_folder(part, folder):
     """Gives the folder `part` its final name once it is durable; `folder` is whole or not there."""
     for place, _, names in os.walk(part):
@@ -1030,18 +977,15 @@ def commit_folder(part, folder):
     os.rename(part, folder)
     sync(os.path.dirname(os.path.abspath(folder)))
 
-
 def write_lines(path, records):
     """JSON lines, by write_file."""
     write_file(path, lambda file: file.writelines(
         (json.dumps(record, ensure_ascii=False) + "\n").encode() for record in records))
 
-
 def write_json(path, value):
     """A dictionary, and the checksum of what it says."""
     value = {**value, "checksum": zlib.crc32(json.dumps(value).encode())}
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
-
 
 def read_json(path) -> dict:
     """The dictionary that write_json wrote. Raises ValueError where a bit of it has changed."""
@@ -1055,7 +999,6 @@ def read_json(path) -> dict:
         raise ValueError("its checksum differs")
     return value
 
-
 def checksum(path) -> int:
     """CRC-32 of a file."""
     crc = 0
@@ -1064,12 +1007,10 @@ def checksum(path) -> int:
             crc = zlib.crc32(block, crc)
     return crc
 
-
 def printable(text) -> str:
     """Text for a terminal: control characters (ESC, BEL) and marks of direction shown escaped."""
     hidden = "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(hidden, lambda match: match[0].encode("unicode_escape").decode(), text)
-
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -1081,7 +1022,6 @@ def _wordpiece(vocab) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
     return tokenizer
-
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     """WordPiece of an iterable of strings. With room for every word, each word is one token."""
@@ -1106,7 +1046,6 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     trained = tokenizer.get_vocab()
     return _wordpiece(whole if len(whole) <= vocab_size else sorted(trained, key=trained.get))
 
-
 def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
     if str(path).endswith(".json"):
@@ -1126,7 +1065,6 @@ def load_tokenizer(path) -> Tokenizer:
     special_ids(tokenizer, path)
     return tokenizer
 
-
 def special_ids(tokenizer, path="the tokenizer") -> dict:
     """{"[PAD]": id, …} for the seven special tokens. Raises UserError when one is missing."""
     ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
@@ -1134,7 +1072,6 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
         missing = ", ".join(t for t, i in ids.items() if i is None)
         raise UserError(f"{path}: lacks {missing}; give a BERT vocab.txt or our tokenizer.json")
     return ids
-
 
 # ---------------------------------------------------------------- a tokenised corpus
 
@@ -1252,7 +1189,6 @@ class Corpus:
         """Why mentions are not in the arrays: "3 longer than a passage"."""
         return ", ".join(f"{n:,} {reason}" for reason, n in self.meta["dropped"].items()) or "none"
 
-
 def _write_arrays(path, folder, tokenizer, passage_length, max_length, recipe, old):
     """The files of a Corpus, in an empty folder. What is written in passing is not held."""
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
@@ -1317,14 +1253,12 @@ def _write_arrays(path, folder, tokenizer, passage_length, max_length, recipe, o
         "n_trained": counts["passages"] if old is None else old.n_trained,
         "special": special, "vocab_size": tokenizer.get_vocab_size(), "crc32": crc32})
 
-
 def _encodings(path, tokenizer):
     """(text, its encoding) of each text of a corpus file."""
     texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
     while chunk := list(islice(texts, 1024)):
         encodings = tokenizer.encode_batch([text.text for text in chunk], add_special_tokens=False)
         yield from zip(chunk, encodings)
-
 
 # ---------------------------------------------------------------- Wikipedia
 
@@ -1367,7 +1301,6 @@ AFTER_PARSING = [(re.compile(pattern, re.M), new) for pattern, new in (
     (r" (?=[,.;)](?: |$))", ""),
     (r"^[*#:; ]+| +$", ""), (r"^(?:-+|[|=].*)$", ""))]      # marks of lists; rules, rows of a table
 
-
 def read_dump(path, warn=lambda sentence: None):
     """Streams (title, kind, redirect's target, wikitext) of the pages of an XML dump, plain or bz2.
 
@@ -1403,7 +1336,6 @@ def read_dump(path, warn=lambda sentence: None):
     except OSError as e:
         raise UserError(f"{path}: cannot be read ({e.strerror or e}); check the file") from e
 
-
 def read_page(element):
     parts = {part.tag.rpartition("}")[2]: part for part in element.iter()}
     title, namespace, text = (parts[name].text or "" if name in parts else ""
@@ -1419,12 +1351,10 @@ def read_page(element):
         kind = "article" if text.strip() else "empty page"
     return canonical(title), kind, target, text
 
-
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
     title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
     return title[:1].upper() + title[1:]
-
 
 def link_target(written, redirects, ambiguous):
     """(entity or None, what becomes of a link whose target is written so)."""
@@ -1439,7 +1369,6 @@ def link_target(written, redirects, ambiguous):
     if entity in ambiguous or entity.endswith(" (disambiguation)"):
         return None, "to a disambiguation page"
     return entity, "kept"
-
 
 def prose(code, link) -> str:
     """The text of parsed wikitext; link(node) is what stands for a link."""
@@ -1461,7 +1390,6 @@ def prose(code, link) -> str:
         else:
             parts.append("\4")                              # a table, a reference, a formula
     return "".join(parts)
-
 
 def read_article(wikitext, redirects, ambiguous, counts) -> list:
     """[(text, mentions)] of an article's paragraphs; counts grows by links that are not kept."""
@@ -1501,12 +1429,10 @@ def read_article(wikitext, redirects, ambiguous, counts) -> list:
                 paragraphs.append(unmark(paragraph, entities))
     return paragraphs
 
-
 def substitute(patterns, text):
     for pattern, new in patterns:
         text = pattern.sub(new, text)
     return text
-
 
 def unmark(marked, entities):
     """(text, mentions) of a paragraph in which links are marked."""
@@ -1519,7 +1445,6 @@ def unmark(marked, entities):
             mentions.append(Mention(start, end, entities[int(number)]))
         text += shown + plain
     return text, mentions
-
 
 def names_for(shown, entity) -> list:
     """[(name, only where a sentence starts)]: what means `entity` after a link that reads `shown`.
@@ -1539,7 +1464,6 @@ def names_for(shown, entity) -> list:
             names += [(name + "s", at_start) for name, at_start in names]
     return [(name, at_start) for name, at_start in names if len(name) > 2 and name[0].isalnum()]
 
-
 def stands_alone(text, start, end, at_start) -> bool:
     """Is text[start:end] no part of a compound ("dog-like") or a longer name ("North Karovia")?"""
     before, after = text[max(0, start - 40):start], text[end:end + 2]
@@ -1551,7 +1475,6 @@ def stands_alone(text, start, end, at_start) -> bool:
     after_name = before.endswith(" ") and before[:-1].rpartition(" ")[2][:1].isupper()
     before_name = after[:1] == " " and after[1:].isupper()
     return not before_name and (starts_sentence or not after_name)
-
 
 def extend_mentions(title, paragraphs) -> list:
     """Links what repeats the page's title or an earlier link: Wikipedia links only the first.
@@ -1592,7 +1515,6 @@ def extend_mentions(title, paragraphs) -> list:
         result.append((text, found))
     return result
 
-
 def corpus_lines(title, paragraphs, extend, counts) -> list:
     """The lines of the corpus of an article: [{"title", "text", "mentions"}, …]."""
     n_links = sum(len(mentions) for _, mentions in paragraphs)
@@ -1604,12 +1526,10 @@ def corpus_lines(title, paragraphs, extend, counts) -> list:
     return [{"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
             for text, mentions in paragraphs]
 
-
 def _start_worker(*arguments):
     global _arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is for the main process
     _arguments = arguments
-
 
 def _convert_page(page):
     """(lines, counts) of a page, in a worker."""
@@ -1622,7 +1542,6 @@ def _convert_page(page):
     counts.update({"links": text.count("[["), "links: " + left: text.count("[[") - told,
                    "pages": 1, "pages: " + kind: 1})
     return lines, counts
-
 
 def wiki(path, out, extend=True, workers=1) -> Counter:
     """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
@@ -1653,7 +1572,6 @@ def wiki(path, out, extend=True, workers=1) -> Counter:
     counts = Counter()
     return write_corpus(out, lines(), counts)
 
-
 def write_corpus(out, lines, counts):
     """Writes the lines, gzipped where `out` ends in .gz (no time in it), then prints the counts."""
     def write(file):
@@ -1667,7 +1585,6 @@ def write_corpus(out, lines, counts):
     for what, n in sorted(counts.items()):
         print(f"{what:<46}{n:>12,}")
     return counts
-
 
 def kilt_page(page) -> list:
     """[(text, mentions)] of a page of KILT's knowledge source:
@@ -1691,7 +1608,6 @@ def kilt_page(page) -> list:
         paragraphs.append((body, mentions))
     return paragraphs
 
-
 def kilt(path, out, extend=True) -> Counter:
     """`data.py kilt`: the corpus of KILT's knowledge source, a page a line. Raises UserError."""
     def lines():
@@ -1708,7 +1624,6 @@ def kilt(path, out, extend=True) -> Counter:
     counts = Counter()
     return write_corpus(out, lines(), counts)
 
-
 # ---------------------------------------------------------------- the published task files
 
 class TaskFile(NamedTuple):
@@ -1718,14 +1633,11 @@ class TaskFile(NamedTuple):
     blind: str | None       # a field of its test files, which lack answers; None: there are no such
     read: Callable          # what stands in the field `answer` -> our label, or answers, best first
 
-
 def read_triviaqa(answer):
     return [answer["Value"]] + answer.get("Aliases", [])
 
-
 def read_complexwebquestions(answers):
     return [name for a in answers for name in [a["answer"]] + a.get("aliases", []) if name]
-
 
 # FEVER's NOT ENOUGH INFO stays: the paper's FEVER is three-way (RAG's 72.5 beside it is, too).
 CLAIM_TASKS = {
@@ -1737,7 +1649,6 @@ QUESTION_TASKS = {
     "triviaqa": TaskFile("Question", "Answer", "QuestionId", read_triviaqa),
     "complexwebquestions": TaskFile("question", "answers", "ID", read_complexwebquestions),
     "entityquestions": TaskFile("question", "answers", None, lambda answers: answers + [])}
-
 
 def task_records(path) -> list:
     """[("FILE: record 3" or "FILE:3", record)] of a JSON list, {"Data": list} or JSON lines."""
@@ -1757,7 +1668,6 @@ def task_records(path) -> list:
         except (ValueError, RecursionError) as e:
             raise UserError(f"{path}:{n}: not JSON, {e}; download the file again") from e
     return records
-
 
 def task_example(task, record) -> dict:
     """A line of a file of examples (read_examples) from a published record. Raises ValueError."""
@@ -1784,12 +1694,10 @@ def task_example(task, record) -> dict:
     json.dumps(example, ensure_ascii=False).encode()        # refuses half a surrogate pair
     return example
 
-
 def answer_key(name):
     """What is compared: lower case, no punctuation, "_" or "the": The_Black_Sea is "black sea"."""
     words = re.findall(r"\w+", name.replace("_", " ").lower())
     return " ".join(word for word in words if word not in ("a", "an", "the"))
-
 
 def answer_entities(wanted, corpus=None, entities=None) -> dict:
     """answer_key -> entity for the keys in `wanted`: the entity of that title, else of that title
@@ -1809,7 +1717,6 @@ def answer_entities(wanted, corpus=None, entities=None) -> dict:
     for way in reversed(ways):
         found.update({key: counted.most_common(1)[0][0] for key, counted in way.items()})
     return found
-
 
 def task(name, paths, out, corpus=None, entities=None):
     """`data.py task`: published files as examples. Raises UserError.
@@ -1841,7 +1748,6 @@ def task(name, paths, out, corpus=None, entities=None):
         print(f"{len(examples):,} questions, {n_answered:,} with answers; for {n_mapped:,} an "
               f"answer is an entity ({n_mapped / max(n_answered, 1):.1%})")
     write_lines(out, examples)
-
 
 # ---------------------------------------------------------------- command line
 
@@ -1878,13 +1784,11 @@ def check(path, vocab=None, preset="toy") -> int:
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
     return 0
 
-
 def at_least_one(text) -> int:
     """A type of argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
@@ -1933,7 +1837,6 @@ def main() -> int:
         print("data.py: stopped; nothing half-written is left", file=sys.stderr)
         return 130
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 @dataclass
 class Config:
     """Every dimension of the model; the defaults are the paper's (§4.1, app. A, app. C.1.4)."""
@@ -56,7 +55,6 @@ class Config:
     def layers_a_block(self):
         return max(1, self.n_block // self.n_blocks)
 
-
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""
 
@@ -75,7 +73,6 @@ class Embeddings(nn.Module):
         x = self.word(tokens) + self.position.weight[:T] + self.segment.weight[0]
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
-
 # No padding is computed. A layer reads the n tokens of the whole batch as rows, x (n, hidden). Only
 # its attention knows the passages: `at` (n,) is each token's place in the flat batch. On short
 # passages that saves a quarter of a step.
@@ -84,7 +81,6 @@ def spread(x, at, attention_mask):
     """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding."""
     flat = x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, at, x)
     return flat.unflatten(0, attention_mask.shape)
-
 
 class SelfAttention(nn.Module):
     """x (n, hidden) -> (n, hidden); a token attends to those of its own passage."""
@@ -103,7 +99,6 @@ class SelfAttention(nn.Module):
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
         return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])   # (B T, hidden)[at]
 
-
 class TransformerLayer(nn.Module):
     """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""
 
@@ -121,7 +116,6 @@ class TransformerLayer(nn.Module):
         x = self.attention_norm(x + self.dropout(self.attention(x, at, attention_mask)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
-
 class TransformerBlock(nn.Module):
     """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero
     at the padding."""
@@ -137,7 +131,6 @@ class TransformerBlock(nn.Module):
             x = layer(x, at, attention_mask)
         return spread(x, at, attention_mask)
 
-
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden) ->
     (M, dim).
@@ -150,7 +143,6 @@ class SpanEncodingLayer(nn.Module):
 
     def forward(self, H, row, start, end):
         return self.linear(torch.cat([H[row, start], H[row, end]], dim=-1))
-
 
 class MLMHead(nn.Module):
     """BERT's masked-language-model head, tied to the word embeddings. (L, hidden) -> (L, vocab)."""
@@ -166,14 +158,12 @@ class MLMHead(nn.Module):
         h = self.norm(F.gelu(self.dense(h), approximate=self.gelu))
         return F.linear(h, word_embedding, self.bias)
 
-
 def init_weights(module, std):
     """BERT's initialisation: normal weights, zero biases. For nn.Module.apply."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
-
 
 # ---- Reading a published BERT checkpoint
 
@@ -188,10 +178,8 @@ LAYER = {"attention.qkv": [f"attention.self.{name}" for name in ("query", "key",
          "down": ["output.dense"]}
 MLM = {"dense": ["transform.dense"], "norm": ["transform.LayerNorm"], "": [""]}
 
-
 class CheckpointError(Exception):
     """A checkpoint that cannot be used: one sentence that says why."""
-
 
 def read_safetensors(path):
     """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
@@ -206,7 +194,6 @@ def read_safetensors(path):
         array = np.frombuffer(numbers[begin:end], SAFETENSORS_DTYPE[dtype])
         tensors[name] = torch.from_numpy(array.reshape(header[name]["shape"]).copy())
     return tensors
-
 
 def bert_config(folder, config):
     """`config` with the dimensions of the BERT in that folder (config.json, vocab.txt). Its layers
@@ -237,7 +224,6 @@ def bert_config(folder, config):
         raise CheckpointError(f"{folder}/config.json is not a BERT's that can be used: "
                               f"{type(error).__name__}, {error}") from None
 
-
 def take_state(file, raw, source, module, names, prefix):
     """The state dictionary of `module`, taken out of `raw` {published name: tensor}, its shapes
     checked. names: ours -> published, below `prefix`. source: what implies the shapes."""
@@ -256,7 +242,6 @@ def take_state(file, raw, source, module, names, prefix):
             parts.append(raw.pop(theirs).float())
         found[name] = torch.cat(parts)
     return found
-
 
 def load_bert(folder, config):
     """Read a BERT folder: bert_config's files, and weights whose names may begin with `bert.`.
@@ -288,7 +273,6 @@ def load_bert(folder, config):
             mlm = state(MLMHead(config), MLM, "cls.predictions.")
     return config, embeddings, layers, mlm
 
-
 # ---- Reading a checkpoint of the paper's own code (flax)
 
 # Our names -> those of its tree, as above.
@@ -305,12 +289,10 @@ FLAX_MEMORY = {"query.linear": ["query_projector"], "up": ["update_layer.retriev
 FLAX_MLM = {"dense": ["dense"], "norm": ["layer_norm"], "": [""]}
 FLAX_CONFIG = {"dropout_rate": "dropout", "k_top_device": "k", "final_k_top_device": "k_answer"}
 
-
 def is_flax(path):
     """Whether a file begins as a flax checkpoint does. A .pt file begins with P or with 0x80."""
     with open(path, "rb") as file:
         return file.read(1) > b"\x80"
-
 
 def beside(path, name):
     """The file of that name in the folder `path`, or beside the file `path` or one folder above
@@ -318,7 +300,6 @@ def beside(path, name):
     path = Path(path).absolute()
     found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
     return found[0] if found else None
-
 
 def read_flax(path):
     """{name: array} of a message pack: maps, and as leaves extension 1, [shape, type, bytes].
@@ -349,7 +330,6 @@ def read_flax(path):
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"a number of {name} is not finite")
     return arrays
-
 
 def flax_config(path, arrays, config):
     """`config` with the dimensions of these arrays, and with what config.json, where it lies beside
@@ -385,7 +365,6 @@ def flax_config(path, arrays, config):
         if value is not None:
             config = replace(config, **{ours: type(getattr(config, ours))(value)})
     return config
-
 
 def load_flax(path, config):
     """Read a BATCH-TOME or TOME that the paper's own code wrote; read_flax says which files.

@@ -26,7 +26,6 @@ import ann
 from encoder import Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, init_weights
 from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
-
 class TOMEBlock(nn.Module):
     """Eq. 2 and 3. Without a memory it is its TransformerBlock: so the Mention Encoder reads."""
 
@@ -40,7 +39,6 @@ class TOMEBlock(nn.Module):
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
         return self.transformer(H, attention_mask), found
-
 
 class TOME(nn.Module):
     """Eq. 4 and 5, and the heads of its tasks."""
@@ -80,7 +78,6 @@ class TOME(nn.Module):
         """Logits (L, vocab) at the masked tokens; the rest of them would be thrown away."""
         return self.mlm(H.flatten(0, 1)[target_index], self.embeddings.word.weight)
 
-
 class MentionEncoder(nn.Module):
     """Tokens and mentions -> key (M, d_K) and value (M, d_V) mention encodings (§2.1.1)."""
 
@@ -108,7 +105,6 @@ class MentionEncoder(nn.Module):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
-
 
 class BatchTOME(nn.Module):
     """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends."""
@@ -142,23 +138,19 @@ class BatchTOME(nn.Module):
         memory = BatchMemory(keys, values, batch.entity[linked], batch.passage[linked])
         return self.tome.read_blocks(H0, mask, batch, memory)
 
-
 # --------------------------------------------------------------------------------------------------
 # Losses. Each is this process's part of a mean over all processes: a sum over its own items,
 # divided by the number of items everywhere. The parts add up to the loss of one big batch, and
 # their gradients to its gradient.
-
 
 def share_of_mean(losses):
     """losses (n,) of this process -> its part of the mean over all processes; 0 of no item."""
     n = ann.sum_over_processes(losses.numel(), losses.device)
     return losses.sum() / n.clamp(min=1)
 
-
 def mlm_loss(logits, target):
     """Mean cross-entropy over the masked tokens. logits (L, vocab), target (L,) -> scalar."""
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
-
 
 def coreference_loss(z, entity, passage):
     """App. A.2: is that linked mention of another passage the same entity?
@@ -185,7 +177,6 @@ def coreference_loss(z, entity, passage):
     mean = total / n_positive.clamp(min=1)
     return share_of_mean(mean[n_positive > 0])
 
-
 def entity_prediction_loss(scores, memory_entity, entity):
     """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions of which a memory of the
     same entity was retrieved (§2.4).
@@ -198,7 +189,6 @@ def entity_prediction_loss(scores, memory_entity, entity):
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
 
-
 def whole_memory_loss(log_sums):
     """entity_prediction_loss with the sums of eq. 10 over the whole memory: log_sums (M, 2) is
     MentionMemory.log_sums."""
@@ -206,11 +196,9 @@ def whole_memory_loss(log_sums):
     everything, own = log_sums[has_memory].unbind(1)
     return share_of_mean(everything - own)
 
-
 class Answer(NamedTuple):
     entity: torch.Tensor            # (M,) argmax_j EntProb(m, j); 0 where nothing was retrieved
     probability: torch.Tensor       # (M,) its EntProb
-
 
 def predict_entity(scores, memory_entity):
     """Eq. 10 and its argmax: the entity with the largest sum of attention weights.
@@ -227,10 +215,8 @@ def predict_entity(scores, memory_entity):
     best_entity = entity.gather(1, member[:, None])[:, 0]
     return Answer(torch.where(probability > 0, best_entity, 0), probability)
 
-
 # --------------------------------------------------------------------------------------------------
 # The heads of claims and questions (§4.3, §4.4)
-
 
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
@@ -241,11 +227,9 @@ def claim_logits(tome, H, batch):
     total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
     return tome.claim(total / n_mentions[:, None])
 
-
 def answer_query(tome, H, batch, at):
     """z (n, d_K) of the mentions numbered `at` (n,)."""
     return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
-
 
 def answer_question(tome, H, batch, memory):
     """What the [MASK] mention of each question retrieves: Retrieved of (B, K)."""
@@ -253,7 +237,6 @@ def answer_question(tome, H, batch, memory):
     query = answer_query(tome, H, batch, at)
     return memory.retrieve(query, batch.passage[at], tome.config.k_answer,
                            tome.config.k_answer_shard)
-
 
 def answer_loss(tome, memory, query, batch, whole_softmax=False):
     """Entity prediction at the masked mentions of the n rows that have an answer.
@@ -267,13 +250,11 @@ def answer_loss(tome, memory, query, batch, whole_softmax=False):
     found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
     return entity_prediction_loss(found.scores, found.entity, answer)
 
-
 # --------------------------------------------------------------------------------------------------
 # Initial weights. A mention learns from the memory only once it retrieves something of use, and to
 # learn what is of use it has to retrieve (app. B.5). So BATCH-TOME first learns, with the memory
 # off, what its markers stand around; then fit_retrieval makes every mention find its own key; then
 # the memory is attended. The same with a published BERT below and without one.
-
 
 @torch.no_grad()
 def start_positions(model):
@@ -285,13 +266,11 @@ def start_positions(model):
     waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)   # (positions, hidden)
     position.copy_(waves * model.config.init_std * 2 ** 0.5)
 
-
 def mention_ends(H, batch):
     """[H_s; H_e] of the linked mentions, (m, 2 hidden), in float64: what eq. 1 projects."""
     linked = batch.entity > 0
     row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
     return torch.cat([H[row, start], H[row, end]], dim=1).double()
-
 
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
@@ -338,7 +317,6 @@ def fit_retrieval(model, batches, self_score=20.0):
         query.bias.copy_(-W_query @ X_mean)
     tome.answer.load_state_dict(model.encoder.key.state_dict())     # z of eq. 10 starts as the key
 
-
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
@@ -363,12 +341,10 @@ def split_into_blocks(state, config):
                 weights[f"{prefix}transformer.layers.{i}.{name}"] = tensor
     return weights
 
-
 def part_of(state, prefix):
     """The entries of a state dictionary below a prefix, named without it."""
     return {name.removeprefix(prefix): tensor
             for name, tensor in state.items() if name.startswith(prefix)}
-
 
 def layer_that_adds_nothing(layer):
     """A Transformer layer's weights, changed so that its two sublayers add zero."""

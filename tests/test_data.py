@@ -811,7 +811,7 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     assert batch.answer.tolist() == [2, 0] and batch.answer_mention.tolist() == [1, 3] and batch.label is None
     assert batch.start.tolist() == [3, 9, 1, 5] and batch.end.tolist() == [6, 11, 3, 7]
     assert batch.masked.tolist() == [False, True, False, True]
-    assert batch.passage.tolist() == batch.mention.tolist() == [-1] * 4
+    assert batch.passage.tolist() == [-1] * 4 and batch.mention.tolist() == [0, -1, 0, -1]
     part = batch.part(1, 2)
     assert part.answer_mention.tolist() == [1] and part.row.tolist() == [0, 0] and part.answer.tolist() == [0]
     few = data.example_batch(questions * 8, "qa", tokenizer, index, max_mentions=1)

@@ -245,7 +245,7 @@ def test_what_the_message_says_about_a_damaged_shard_helps(reference, done, smal
     folder = only(done, "memory")
     shard = folder / "keys-00002.npy"
     faults.spoil(shard, random.Random(0), "flip")
-    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), "remove that folder",
+    one_sentence(*quietly(evaluation.main, ["--out", done]), str(shard), f"remove {folder}",
                  "--stage memory")
     shutil.rmtree(folder)
     assert quietly(train.main, command("memory", reference.folder, done))[0] == 0
