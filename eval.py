@@ -257,16 +257,21 @@ def print_shown(run, shown, path=None):
 def print_figures(figures, name=""):
     """Figures below the name of their cell, which is its place in --json, with their intervals."""
     intervals = figures.get("interval", {})
-    own = {key: value for key, value in figures.items() if not isinstance(value, dict)}
-    if own:
-        print(f"\n{name}")
-    for key, value in own.items():
-        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    texts = {}
+    for key, value in figures.items():
         if value is None:
-            text = "not measured: no such mention"
-        if key in intervals:
-            text += "   95%: {:.3f} to {:.3f}".format(*intervals[key])
-        print(f"  {key:<20}{text}")
+            texts[key] = "not measured: no such mention"
+        elif not isinstance(value, dict):
+            texts[key] = f"{value:.3f}" if isinstance(value, float) else str(value)
+    if intervals:
+        print(f"\n{name}")
+        for key, text in texts.items():
+            if key in intervals:
+                low, high = intervals[key]
+                text += f"   95%: {low:.3f} to {high:.3f}"
+            print(f"  {key:<20}{text}")
+    elif texts:
+        print(f"{name:<24}" + "   ".join(f"{key} {text}" for key, text in texts.items()))
     for key, value in figures.items():
         if isinstance(value, dict) and value is not intervals:
             print_figures(value, f"{name} {key}".strip())

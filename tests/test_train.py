@@ -530,7 +530,7 @@ def test_the_report_is_a_command_that_train_runs(small_world, tmp_path):
         done = subprocess.run([*command, "--stage", stage, *settings], capture_output=True, text=True, timeout=120,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stderr
-        assert ("with the memory" in done.stdout) == (stage == "tome")
+        assert ("masked_mention seen" in done.stdout) == (stage == "tome")
 
 # -- several processes
 
