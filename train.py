@@ -80,6 +80,9 @@ class Settings:
     # From here on not the paper's: with these, small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
                                     # layers learn the markers; then fit_retrieval runs
+    tied: float = 0.0               # share of the steps after these in which the layers that
+                                    # retrieve learn at a tenth of the rate: else, on small corpora,
+                                    # query and key part before they are of use
     bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
     whole_softmax: bool = False     # questions: eq. 10 over the whole memory, not its k_answer
                                     # best: an answer far from these would get no gradient
@@ -103,7 +106,7 @@ PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, memory_from=0.75,
-        bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
+        tied=1.0, bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
             "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
@@ -166,6 +169,7 @@ class Stage(NamedTuple):
     losses: Callable                # Batch of this process -> {name: (weight, share of the loss)}
     evaluate: Callable              # () -> figures for the log; of "score" the best weights stay
     encoder: str = None             # fingerprint of the Mention Encoder
+    tied: range = range(0)          # steps in which the layers that retrieve learn slowly
 
 def endless(order):
     """at(step, n): the n items of a step in an endless sequence, order(epoch) (items,) after
@@ -258,7 +262,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device),
                                mentions)
 
-    return Stage(model, next_batch, losses, evaluate)
+    tied = range(first, first + int((steps - first) * settings.tied))
+    return Stage(model, next_batch, losses, evaluate, tied=tied)
 
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file that is added to it,
@@ -378,12 +383,16 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
 def optimizer_for(model, settings):
-    """AdamW; no weight decay on layer norms and biases (app. A)."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, settings.beta2), fused=True)
+    """AdamW; no weight decay on layer norms and biases (app. A). The layers that retrieve stand in
+    groups of their own."""
+    groups = {}
+    for name, p in model.named_parameters():
+        retrieves = any(part in name for part in ("query", "key", "coref"))
+        decay = settings.weight_decay if p.dim() > 1 else 0.0
+        groups.setdefault((decay, retrieves), []).append(p)
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": decay, "retrieves": retrieves}
+         for (decay, retrieves), params in groups.items()], betas=(0.9, settings.beta2), fused=True)
 
 def learning_rate(recipe, step):
     """Linear warm-up, then linear decay to zero. recipe["lr"]: [first step, peak] of each --lr."""
@@ -396,7 +405,7 @@ def train_step(run, stage, recipe, optimizer, step):
     rank, size = ann.rank_and_size()
     lr = learning_rate(recipe, step)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * (0.1 if step in stage.tied and group["retrieves"] else 1.0)
     torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
     batch_of_all = stage.next_batch(step)
     batch = batch_of_all.part(rank, size).to(run.device)
@@ -823,7 +832,7 @@ CHECKPOINT = {"recipe", "step", "evaluated", "sums", "best_score", "model", "opt
               "processes", "best", "encoder"}
 TRAIN_AGAIN = "remove it to train this stage again"
 READ_BY = {name: kinds for names, kinds in (            # settings that only some stages read
-    ("cluster coref_weight coref_entities memory_from", "batch-tome"),
+    ("cluster coref_weight coref_entities memory_from tied", "batch-tome"),
     ("entity_weight memory_fraction", "tome"), ("max_length log_every", "claims qa"),
     ("n_blocks memory_dtype k k_shard k_answer k_answer_shard", "tome claims qa"),
     ("whole_softmax cloze_weight claim_mask", "claims qa"),

@@ -9,6 +9,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)      # the tests are small: a second thread costs more than it brings
 
 
+MATMUL = getattr(torch.backends.mkldnn, "matmul", None)
+PRECISION = getattr(MATMUL, "fp32_precision", None)
+
+
+@pytest.fixture(autouse=True)
+def plain_matmul():
+    """train.main and train.open_run set oneDNN (train.fast_matmul): not for the next test."""
+    if PRECISION is not None:
+        MATMUL.fp32_precision = PRECISION
+    yield
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: trains something; left out by -m 'not slow'")
 

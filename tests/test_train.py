@@ -682,7 +682,7 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     data.write_lines(new, questions)
     schedule = {"batch-tome": train.Schedule(1600, 1.5e-3, 100, 64), "tome": train.Schedule(80, 2e-3, 20, 64),
                 "qa": train.Schedule(60, 1e-3, 10, 64)}
-    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 800,
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "tied": 0.5, "log_every": 800,
                                                "eval_mentions": 40})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)        # its matrices are too small for more
