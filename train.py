@@ -240,7 +240,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
 
     def measure(when):
         """Says how visible mentions would attend: so the fit is seen at work."""
-        masses = [f"{figures['mass_visible']:.2f} ({kind})" for kind, figures in evaluate().items()]
+        found = masked_mentions(model.tome, corpus, small_memory(), mentions, run.device)
+        masses = [f"{figures['mass_visible']:.2f} ({kind})" for kind, figures in found.items()]
         say(f"batch-tome {when}: visible mentions' attention on their own entity "
             + ", ".join(masses))
         model.train()
@@ -255,12 +256,14 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         return {"mlm": (1 - settings.coref_weight, mlm),
                 "coref": (settings.coref_weight, coreference_loss(z, entity, batch.passage))}
 
-    def evaluate():
-        """As in stage tome, over a memory of a few passages: that of all would take too long."""
+    def small_memory():
+        """Of a few passages: to encode all of them again would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
-        return evaluate_memory(run, model.tome, MentionMemory.from_arrays(rows, run.device),
-                               mentions)
+        return MentionMemory.from_arrays(rows, run.device)
+
+    def evaluate():
+        return evaluate_memory(run, model.tome, small_memory(), mentions)
 
     tied = range(first, first + int((steps - first) * settings.tied))
     return Stage(model, next_batch, losses, evaluate, tied=tied)
