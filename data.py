@@ -54,6 +54,8 @@ TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
 
+FORMAT = 5              # of the folders of a run (commit_folder)
+
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
 
@@ -921,38 +923,26 @@ def read_examples(path, task) -> list:
 # ---------------------------------------------------------------- files: written whole
 
 def write_file(path, write):
-    """write(file) into a temporary name, then rename: a reader sees the old file or the new one.
-
-    No link is followed: none under the temporary name, and one under `path` is replaced by the
-    file. What is no file (/dev/null, a pipe) is written to and stays. Raises UserError."""
+    """write(file) under a temporary name, then one rename: a reader sees the old file or the new
+    one. No link is followed. What is no file (/dev/null, a pipe) is written to and stays."""
     path = os.path.abspath(path)
     temporary = path + ".tmp"
-    is_special = os.path.dirname(path) in ("/dev", "/dev/fd", "/proc/self/fd")
-    if os.path.lexists(path):
-        kind = stat.S_IFMT(os.lstat(path).st_mode)
-        is_special |= kind in (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK)
+    if path.startswith("/dev/") or os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:
+            write(file)
+        return
+    remove(temporary)
     try:
-        if is_special:
-            with open(path, "wb") as file:
-                write(file)
-            return
-        remove(temporary)
         with open(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync(os.path.dirname(path))
-    except (OSError, RuntimeError) as e:        # RuntimeError: what torch.save makes of a full disk
-        raise cannot_write(path, e) from e
+    except RuntimeError as error:               # what torch.save makes of a full disk
+        raise UserError(f"{path} cannot be written ({error}); make room") from error
     finally:
         remove(temporary)
-
-def cannot_write(path, error) -> UserError:
-    why = getattr(error, "strerror", None) or str(error).split("\n")[0]
-    missing = isinstance(error, FileNotFoundError)
-    cure = "make its folder first" if missing else "choose another place, or make room"
-    return UserError(f"{path}: cannot be written ({why}); {cure}")
 
 def remove(path):
     """Removes a file, a folder or a link, but not what the link points to."""
@@ -969,13 +959,33 @@ def sync(path):
     finally:
         os.close(file)
 
-def commit_folder(part, folder):
-    """Gives the folder `part` its final name once it is durable; `folder` is whole or not there."""
-    for place, _, names in os.walk(part):
-        for name in (*names, "."):
-            sync(os.path.join(place, name))
+def commit_folder(part, folder, **about):
+    """Gives the folder `part` its final name, once it is durable and meta.json says what it is
+    (`about`, plain values) and the checksum of each file. So `folder` is whole or not there."""
+    names = sorted(name for name in os.listdir(part) if name != "meta.json")
+    crc32 = {name: checksum(os.path.join(part, name)) for name in names}
+    write_json(os.path.join(part, "meta.json"), {**about, "crc32": crc32})
+    for name in (*names, "."):
+        sync(os.path.join(part, name))
     os.rename(part, folder)
     sync(os.path.dirname(os.path.abspath(folder)))
+
+def open_folder(folder, kind, wanted=lambda name: True) -> dict:
+    """meta.json of a folder that commit_folder has named. Every file must be there, and those that
+    are wanted(name) must have their checksums. Raises UserError."""
+    try:
+        meta = read_json(os.path.join(folder, "meta.json"))
+        if meta["format"] != FORMAT:
+            raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
+        for name, crc32 in meta["crc32"].items():
+            path = os.path.join(folder, name)
+            os.stat(path)
+            if wanted(name) and checksum(path) != crc32:
+                raise ValueError(f"the checksum of {name} differs")
+        return meta
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} is missing or damaged: not a whole {kind} ({error}); remove it "
+                        "and run the same stage again") from error
 
 def write_lines(path, records):
     """JSON lines, by write_file."""
@@ -992,25 +1002,32 @@ def read_json(path) -> dict:
     with open(path, "rb") as file:
         try:
             value = json.load(file)
-            crc = value.pop("checksum")
-        except (RecursionError, AttributeError, TypeError, KeyError) as e:
-            raise ValueError(f"not as it was written: {e}") from e
-    if crc != zlib.crc32(json.dumps(value).encode()):
+            crc32 = value.pop("checksum")
+        except (RecursionError, AttributeError, TypeError, KeyError) as error:
+            raise ValueError(f"not as it was written: {error}") from error
+    if crc32 != zlib.crc32(json.dumps(value).encode()):
         raise ValueError("its checksum differs")
     return value
 
 def checksum(path) -> int:
     """CRC-32 of a file."""
-    crc = 0
+    crc32 = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
 
 def printable(text) -> str:
     """Text for a terminal: control characters (ESC, BEL) and marks of direction shown escaped."""
     hidden = "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(hidden, lambda match: match[0].encode("unicode_escape").decode(), text)
+
+def complain(program, error) -> int:
+    """One sentence on stderr; returns the exit status of a program that could not do its work."""
+    if isinstance(error, OSError):
+        error = f"{error.filename}: {error.strerror or error}; check the name, rights and room"
+    print(printable(f"{program}: {error}"), file=sys.stderr)
+    return 1
 
 # ---------------------------------------------------------------- tokenizer
 

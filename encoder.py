@@ -10,9 +10,10 @@ sublayer is LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end
 d_V = value_dim, d_C = coref_dim.
 """
 import json
+import re
 import struct
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,50 +166,96 @@ def init_weights(module, std):
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
 
-# ---- Reading a published BERT checkpoint
+# ---- Published weights ---------------------------------------------------------------------------
+# Two readers: of a BERT as it is published, and of a BATCH-TOME or TOME as the paper's own code
+# writes it. Both return a Config and a state dictionary in the names of tome.BatchTOME, by rules
+# (regular expression, replacement). tome.read_published uses them and checks that all fits.
 
-SAFETENSORS_DTYPE = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
 GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # its name -> torch's
-# Our names -> the published ones. What has several is their concatenation.
-EMBEDDINGS = {"word": ["word_embeddings"], "position": ["position_embeddings"],
-              "segment": ["token_type_embeddings"], "norm": ["LayerNorm"]}
-LAYER = {"attention.qkv": [f"attention.self.{name}" for name in ("query", "key", "value")],
-         "attention.out": ["attention.output.dense"], "norm": ["output.LayerNorm"],
-         "attention_norm": ["attention.output.LayerNorm"], "up": ["intermediate.dense"],
-         "down": ["output.dense"]}
-MLM = {"dense": ["transform.dense"], "norm": ["transform.LayerNorm"], "": [""]}
+SAFETENSORS = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
+BERT_NAMES = [
+    (r"^bert\.", ""), (r"gamma$", "weight"), (r"beta$", "bias"),       # of older files
+    (r"^embeddings\.(word|position)_embeddings", r"embeddings.\1"),
+    (r"^embeddings\.token_type_embeddings", "embeddings.segment"),
+    (r"^embeddings\.LayerNorm", "embeddings.norm"), (r"^encoder\.layer\.", "layers."),
+    (r"attention\.self\.", "attention."), (r"attention\.output\.dense", "attention.out"),
+    (r"attention\.output\.LayerNorm", "attention_norm"), (r"intermediate\.dense", "up"),
+    (r"output\.dense", "down"), (r"output\.LayerNorm", "norm"),
+    (r"^cls\.predictions\.transform\.dense", "mlm.dense"),
+    (r"^cls\.predictions\.transform\.LayerNorm", "mlm.norm"),
+    (r"^cls\.predictions\.bias", "mlm.bias")]
+FLAX_NAMES = [
+    (r"^encoder\.embedder\.embedders_token_ids", "embeddings.word"),
+    (r"^encoder\.embedder\.embedders_(position|segment)_ids", r"embeddings.\1"),
+    (r"^encoder\.embeddings_layer_norm", "embeddings.norm"),
+    (r"^encoder\.initial_encoder\.layer_sequence\.layers_", "initial.layers."),
+    (r"attention_block\.attention_layer", "attention"), (r"mlp_block\.mlp", "up"),
+    (r"attention_block\.layer_norm", "attention_norm"), (r"mlp_block\.dense", "down"),
+    (r"mlp_block\.layer_norm", "norm"), (r"^mlm_layer\.layer_norm", "mlm.norm"),
+    (r"^mlm_layer\.", "mlm."), (r"\.query_projector", ".query.linear"),
+    (r"update_layer\.retrieval_projector", "up"), (r"update_layer\.layer_norm", "norm")]
+FLAX_BLOCKS = {     # by the number of blocks: what the memory layers and the layers above them are
+    1: [("memory_attention_layer", 0), ("final_encoder", 0)],
+    2: [("intermediate_memory_attention_layer", 0), ("intermediate_encoder", 0),
+        ("final_memory_attention_layer", 1), ("final_encoder", 1)]}
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used: one sentence that says why."""
+    """A published checkpoint that cannot be used: one sentence that says why."""
+
+@contextmanager
+def readable(path, what):
+    """Whatever goes wrong with a stranger's file becomes a CheckpointError that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(reason.split())[:150] or type(error).__name__
+        raise CheckpointError(f"{path} cannot be read as {what} ({reason})") from None
+
+def beside(path, name):
+    """The file of that name in the folder `path`, or beside the file `path`, or one folder above
+    it; None where there is none."""
+    path = Path(path).absolute()
+    found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
+    return found[0] if found else None
+
+def renamed(raw, rules):
+    """The tensors {published name: tensor} under our names. Raises KeyError."""
+    state = {}
+    for name, tensor in raw.items():
+        for pattern, ours in rules:
+            name = re.sub(pattern, ours, name)
+        state[name] = tensor.float()
+    # Ours has one matrix for the queries, keys and values of self-attention.
+    for name in [name for name in state if ".attention.query." in name]:
+        parts = [state.pop(name.replace("query", part)) for part in ("query", "key", "value")]
+        state[name.replace("query", "qkv")] = torch.cat(parts)
+    return state
 
 def read_safetensors(path):
     """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
-    data = Path(path).read_bytes()
-    length, = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8:8 + length])
-    numbers, tensors = memoryview(data)[8 + length:], {}
+    content = Path(path).read_bytes()
+    length, = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8:8 + length])
+    numbers, tensors = memoryview(content)[8 + length:], {}
     for name in header.keys() - {"__metadata__"}:
-        dtype, (begin, end) = header[name]["dtype"], header[name]["data_offsets"]
-        if dtype not in SAFETENSORS_DTYPE:
-            raise ValueError(f"tensor {name} has type {dtype}, which is not supported")
-        array = np.frombuffer(numbers[begin:end], SAFETENSORS_DTYPE[dtype])
+        begin, end = header[name]["data_offsets"]
+        array = np.frombuffer(numbers[begin:end], SAFETENSORS[header[name]["dtype"]])
         tensors[name] = torch.from_numpy(array.reshape(header[name]["shape"]).copy())
     return tensors
 
 def bert_config(folder, config):
-    """`config` with the dimensions of the BERT in that folder (config.json, vocab.txt). Its layers
-    are divided as the paper's, 4 of 12 below the first memory layer (§4.1). Raises
-    CheckpointError."""
-    try:
+    """`config` with the dimensions of the BERT in that folder, its layers divided as the paper's: 4
+    of 12 below the first memory layer (§4.1). Raises CheckpointError."""
+    with readable(f"{folder}/config.json", "that of a BERT, whose folder --init wants"):
         bert = json.loads((Path(folder) / "config.json").read_text())
-        vocab = (Path(folder) / "vocab.txt").read_text(encoding="utf-8")
         n_layers, kind = bert["num_hidden_layers"], bert.get("model_type", "bert")
         # TOME-2 wants two blocks of the same depth.
         n_block = (n_layers - n_layers // 3) // config.n_blocks * config.n_blocks
         if kind != "bert":                  # RoBERTa's names are the same, its positions are not
             raise ValueError(f"it is that of a {kind} model")
-        if vocab.count("\n") + (not vocab.endswith("\n")) != bert["vocab_size"]:
-            raise ValueError(f"vocab.txt has not the {bert['vocab_size']} entries it says")
         if n_block == 0:
             raise ValueError(f"{n_layers} layers are too few for {config.n_blocks} blocks")
         return replace(config, vocab_size=bert["vocab_size"], hidden=bert["hidden_size"],
@@ -216,106 +263,41 @@ def bert_config(folder, config):
                        max_positions=bert["max_position_embeddings"], n_block_batch=0,
                        n_initial=n_layers - n_block, n_block=n_block,
                        gelu=GELU[bert.get("hidden_act", "gelu")])
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read; --init wants a BERT's folder: "
-                              "config.json, vocab.txt and model.safetensors or pytorch_model.bin"
-                              ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}/config.json is not a BERT's that can be used: "
-                              f"{type(error).__name__}, {error}") from None
-
-def take_state(file, raw, source, module, names, prefix):
-    """The state dictionary of `module`, taken out of `raw` {published name: tensor}, its shapes
-    checked. names: ours -> published, below `prefix`. source: what implies the shapes."""
-    found = {}
-    for name, ours in module.state_dict().items():
-        stem, _, end = name.rpartition(".")
-        parts = []
-        for theirs in names[stem]:
-            theirs = f"{prefix}{theirs}.{end}".replace("..", ".")
-            shape = (len(ours) // len(names[stem]), *ours.shape[1:])
-            if theirs not in raw:
-                raise CheckpointError(f"{file}: no tensor {theirs}; it is of another kind of model")
-            if raw[theirs].shape != shape:
-                raise CheckpointError(f"{file}: {theirs} is {tuple(raw[theirs].shape)}, "
-                                      f"{source} implies {shape}")
-            parts.append(raw.pop(theirs).float())
-        found[name] = torch.cat(parts)
-    return found
 
 def load_bert(folder, config):
-    """Read a BERT folder: bert_config's files, and weights whose names may begin with `bert.`.
+    """(config, state) of a BERT's folder: config.json, and model.safetensors or pytorch_model.bin.
 
-    Returns (config, embeddings, layers, mlm): config as bert_config's, then state dictionaries of
-    Embeddings, of each TransformerLayer and of MLMHead (None where there is none). Raises
-    CheckpointError. Runs no code of a stranger's file: weights_only."""
+    config: bert_config's. state: what BERT has of BATCH-TOME, with an MLM head where it has one.
+    Raises CheckpointError. A stranger's file runs no code (weights_only)."""
     config, file = bert_config(folder, config), Path(folder) / "model.safetensors"
-    try:
-        if file.exists():
+    if not file.exists():
+        file = file.with_name("pytorch_model.bin")
+    with readable(file, "a BERT's weights; download it again"):
+        if file.suffix == ".safetensors":
             raw = read_safetensors(file)
         else:
-            file = Path(folder) / "pytorch_model.bin"
             raw = torch.load(file, map_location="cpu", weights_only=True)
-        # Older files say gamma and beta.
-        raw = {name.removeprefix("bert.").replace(".gamma", ".weight").replace(".beta", ".bias"):
-               tensor for name, tensor in raw.items()}
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{file} cannot be read ({reason}); download it again") from None
-
-    with torch.device("meta"):              # modules without numbers: only names and shapes
-        state = partial(take_state, file, raw, "config.json")
-        embeddings = state(Embeddings(config), EMBEDDINGS, "embeddings.")
-        layers = [state(TransformerLayer(config), LAYER, f"encoder.layer.{i}.")
-                  for i in range(config.n_initial + config.n_block)]
-        mlm = None
-        if "cls.predictions.transform.dense.weight" in raw:
-            mlm = state(MLMHead(config), MLM, "cls.predictions.")
-    return config, embeddings, layers, mlm
-
-# ---- Reading a checkpoint of the paper's own code (flax)
-
-# Our names -> those of its tree, as above.
-FLAX_EMBEDDINGS = {"word": ["embedder.embedders_token_ids"], "norm": ["embeddings_layer_norm"],
-                   "position": ["embedder.embedders_position_ids"],
-                   "segment": ["embedder.embedders_segment_ids"]}
-FLAX_LAYER = {"attention.qkv": [f"attention_block.attention_layer.{name}"
-                                for name in ("query", "key", "value")],
-              "attention.out": ["attention_block.attention_layer.out"],
-              "attention_norm": ["attention_block.layer_norm"], "up": ["mlp_block.mlp"],
-              "down": ["mlp_block.dense"], "norm": ["mlp_block.layer_norm"]}
-FLAX_MEMORY = {"query.linear": ["query_projector"], "up": ["update_layer.retrieval_projector"],
-               "norm": ["update_layer.layer_norm"]}
-FLAX_MLM = {"dense": ["dense"], "norm": ["layer_norm"], "": [""]}
-FLAX_CONFIG = {"dropout_rate": "dropout", "k_top_device": "k", "final_k_top_device": "k_answer"}
-
-def is_flax(path):
-    """Whether a file begins as a flax checkpoint does. A .pt file begins with P or with 0x80."""
-    with open(path, "rb") as file:
-        return file.read(1) > b"\x80"
-
-def beside(path, name):
-    """The file of that name in the folder `path`, or beside the file `path` or one folder above
-    it; None where there is none."""
-    path = Path(path).absolute()
-    found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
-    return found[0] if found else None
+        state = {}
+        for name, tensor in renamed(raw, BERT_NAMES).items():
+            if name.startswith("layers."):
+                _, i, rest = name.split(".", 2)
+                above = int(i) - config.n_initial
+                name = f"blocks.0.transformer.layers.{above}.{rest}"
+                if above < 0:
+                    name = f"initial.layers.{i}.{rest}"
+            state[f"encoder.tome.{name}"] = tensor
+    return config, state
 
 def read_flax(path):
-    """{name: array} of a message pack: maps, and as leaves extension 1, [shape, type, bytes].
+    """{name: array} of a message pack: maps whose leaves are extension 1, [shape, type, bytes].
 
-    `weights/step<N>` is the encoder's tree; in `checkpoint_<N>` heads stand beside it, and around
-    it an optimizer's state, which is not read. No object is made but these: no code runs."""
+    `weights/step<N>` is the encoder's tree. In `checkpoint_<N>` the heads stand beside it, and
+    around both an optimizer's state, which is not read. No object is made but these."""
     try:
         import msgpack
     except ImportError:
         raise CheckpointError(f"{path} is a flax checkpoint: pip install msgpack") from None
-    try:
-        tree = msgpack.unpackb(Path(path).read_bytes())
-    except msgpack.StackError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(tree, dict) or not isinstance(tree.get("params", {}), dict):
-        raise ValueError("it is no tree of arrays")
+    tree = msgpack.unpackb(Path(path).read_bytes())
     tree = tree.get("params", tree)
     arrays, left = {}, list(tree.items() if "encoder" in tree else [("encoder", tree)])
     while left:
@@ -324,16 +306,14 @@ def read_flax(path):
             left += [(f"{name}.{key}", child) for key, child in node.items()]
         elif isinstance(node, msgpack.ExtType) and node.code == 1:
             shape, dtype, numbers = msgpack.unpackb(node.data)
-            if dtype not in ("float32", "float16", "float64"):
-                raise ValueError(f"{name} has type {dtype}, which is not supported")
-            arrays[name] = np.frombuffer(numbers, dtype).reshape(shape).astype(np.float32)
+            arrays[name] = np.frombuffer(numbers, {"float32": np.float32}[dtype]).reshape(shape)
             if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"a number of {name} is not finite")
     return arrays
 
 def flax_config(path, arrays, config):
-    """`config` with the dimensions of these arrays, and with what config.json, where it lies beside
-    the file or one folder above, says of dropout and of the number of retrieved memories."""
+    """`config` with the dimensions of these arrays, and with what config.json, where there is one,
+    says of dropout and of the number of retrieved memories."""
     def size(name):
         return arrays[f"encoder.{name}"].shape[0]
 
@@ -342,12 +322,7 @@ def flax_config(path, arrays, config):
                    for name in arrays)
 
     n_blocks = 2 if n_layers("intermediate") else 1
-    if n_blocks == 2 and n_layers("intermediate") != n_layers("final"):
-        raise ValueError("its two blocks are not equally deep")
-    if any(name.startswith("encoder.second_") for name in arrays):
-        raise ValueError("its two reads have each their own encoder")
-    memory = "final_memory_attention_layer" if n_blocks == 2 else "memory_attention_layer"
-    layer = "initial_encoder.layer_sequence.layers_0"
+    memory, layer = FLAX_BLOCKS[n_blocks][0][0], "initial_encoder.layer_sequence.layers_0"
     config = replace(
         config, vocab_size=size("embedder.embedders_token_ids.embedding"), gelu="tanh",
         max_positions=size("embedder.embedders_position_ids.embedding"),
@@ -360,74 +335,49 @@ def flax_config(path, arrays, config):
         config = replace(config, coref_dim=size("mention_projector.bias"))
     file = beside(path, "config.json")
     said = json.loads(file.read_text()).get("model_config", {}) if file else {}
-    for name, ours in FLAX_CONFIG.items():
+    for name, ours in (("dropout_rate", "dropout"), ("k_top_device", "k"),
+                       ("final_k_top_device", "k_answer")):
         value = said.get("encoder_config", {}).get(name)
         if value is not None:
             config = replace(config, **{ours: type(getattr(config, ours))(value)})
     return config
 
 def load_flax(path, config):
-    """Read a BATCH-TOME or TOME that the paper's own code wrote; read_flax says which files.
-
-    Returns (config, state, unused): flax_config's; a state dictionary of what the file holds, in
-    BatchTOME's names; the groups of arrays that were passed over. With a final retrieval it is a
-    TOME: its memory_extraction_layer, as a TOME-2's memory_attention_layer, is left over from the
-    BATCH-TOME that it began as. Raises CheckpointError. Needs the package msgpack."""
-    raw, state = {}, {}
-    try:
-        arrays = read_flax(path)
+    """(config, state) of a BATCH-TOME or a TOME that the paper's own code wrote; read_flax says
+    which files. With a final retrieval it is a TOME. What such a file still holds of the BATCH-TOME
+    that it began as keeps its name. Raises CheckpointError. Needs the package msgpack."""
+    with readable(path, "weights of the paper's own code"):
+        arrays, raw, state = read_flax(path), {}, {}
         config = flax_config(path, arrays, config)
+        is_tome = "encoder.final_query_projector.bias" in arrays
+        if any(name.startswith("encoder.second_") for name in arrays):
+            raise ValueError("its two reads have each their own encoder")
         for name, array in arrays.items():
             stem, _, end = name.rpartition(".")
-            if end == "kernel" and f"{stem}.bias" in arrays:    # [in, out], or heads x size of one
+            if end == "kernel":             # [in, out]; of attention [in, heads, size] or the like
                 array = array.reshape(-1, arrays[f"{stem}.bias"].size).T
-            end = "bias" if end == "bias" else "weight"
-            raw[f"{stem}.{end}"] = torch.from_numpy(array.ravel() if end == "bias" else array)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        reason = f"it has no array {error}" if isinstance(error, KeyError) else str(error)
-        reason = " ".join(reason.split())[:150] or type(error).__name__
-        raise CheckpointError(f"{path} cannot be read as a TOME's weights ({reason})") from None
-
-    def take(ours, module, names, theirs):
-        found = take_state(path, raw, "the rest of it", module, names, theirs)
-        state.update({f"{ours}.{name}": tensor for name, tensor in found.items()})
-
-    hidden, tome = config.hidden, "encoder.tome"
-    names = [""] if config.n_blocks == 1 else ["intermediate_", "final_"]
-    blocks = {f"{tome}.initial": ("initial_", config.n_initial)}
-    with torch.device("meta"):
-        take(f"{tome}.embeddings", Embeddings(config), FLAX_EMBEDDINGS, "encoder.")
-        for b, name in enumerate(names):
-            ours = f"{tome}.blocks.{b}"
-            blocks[f"{ours}.transformer"] = (name or "final_", config.layers_a_block)
-            module = nn.ModuleDict({"query": SpanEncodingLayer(hidden, config.key_dim),
-                                    "up": nn.Linear(config.value_dim, hidden),
-                                    "norm": nn.LayerNorm(hidden)})
-            take(f"{ours}.memory_attention", module, FLAX_MEMORY,
-                 f"encoder.{name}memory_attention_layer.")
-        for ours, (name, n_layers) in blocks.items():
-            for i in range(n_layers):
-                take(f"{ours}.layers.{i}", TransformerLayer(config), FLAX_LAYER,
-                     f"encoder.{name}encoder.layer_sequence.layers_{i}.")
-        if "mlm_layer.bias" in raw:
-            take(f"{tome}.mlm", MLMHead(config), FLAX_MLM, "mlm_layer.")
-        is_tome = "encoder.final_query_projector.bias" in raw
-        if is_tome or "encoder.mention_projector.bias" in raw:
-            take("coref", SpanEncodingLayer(hidden, config.coref_dim),
-                 {"linear": ["mention_projector"]}, "encoder.")
-        if is_tome:
-            take("query", nn.Linear(config.coref_dim, config.key_dim),
-                 {"": ["final_query_projector"]}, "encoder.")
-        elif "encoder.memory_extraction_layer.key_projector.bias" in raw:
-            for name, dim in (("key", config.key_dim), ("value", config.value_dim)):
-                take(f"encoder.{name}", SpanEncodingLayer(hidden, dim),
-                     {"linear": [f"{name}_projector"]}, "encoder.memory_extraction_layer.")
-    if is_tome:         # their z of eq. 10 is two linear maps, one after the other: ours is one
-        W, b = state.pop("query.weight").double(), state.pop("query.bias").double()
-        W_first, b_first = state.pop("coref.linear.weight"), state.pop("coref.linear.bias")
-        state[f"{tome}.answer.linear.weight"] = (W @ W_first.double()).float()
-        state[f"{tome}.answer.linear.bias"] = (W @ b_first.double() + b).float()
-    unused = {name.removeprefix("encoder.").split(".")[0] for name in raw}
-    return config, state, sorted(unused)
+            if end == "bias":
+                array = array.ravel()
+            raw[f"{stem}.{'bias' if end == 'bias' else 'weight'}"] = torch.from_numpy(array.copy())
+        rules = list(FLAX_NAMES)
+        for theirs, block in FLAX_BLOCKS[config.n_blocks]:
+            ours = "transformer" if theirs.endswith("encoder") else "memory_attention"
+            rules.append((rf"^encoder\.{theirs}\.(layer_sequence\.layers_)?",
+                          lambda match, ours=f"blocks.{block}.{ours}.":
+                          ours + ("layers." if match[1] else "")))
+        for name, tensor in renamed(raw, rules).items():
+            state[f"encoder.tome.{name}"] = tensor
+        for theirs, ours in (("mention_projector", "coref"),
+                             ("memory_extraction_layer.key_projector", "encoder.key"),
+                             ("memory_extraction_layer.value_projector", "encoder.value")):
+            for end in ("weight", "bias"):
+                name = f"encoder.tome.encoder.{theirs}.{end}"
+                if name in state and not (is_tome and ours != "coref"):
+                    state[f"{ours}.linear.{end}"] = state.pop(name)
+        if is_tome:     # their z of eq. 10 is two linear maps, one after the other; ours is one
+            W_first, b_first, W, b = (state.pop(f"{name}.{end}").double() for name in (
+                "coref.linear", "encoder.tome.encoder.final_query_projector")
+                for end in ("weight", "bias"))
+            state["encoder.tome.answer.linear.weight"] = (W @ W_first).float()
+            state["encoder.tome.answer.linear.bias"] = (W @ b_first + b).float()
+    return config, state
