@@ -23,7 +23,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import zlib
@@ -112,23 +111,23 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         positions = hi - lo + 2 * len(within(lo, hi)) + 2
         return hi - lo <= passage_length and positions <= max_length
 
-    cuts, waiting = [0], [(0, n)] if n else []      # parts of the text, from the left
+    parts, waiting = [], [(0, n)] if n else []      # what no cut divides, from the left
     while waiting:
         lo, hi = waiting.pop()
         crossed = {t for span in within(lo, hi) for t in range(span.first + 1, span.last)}
-        inner = [t for t in range(lo, hi + 1) if t not in crossed]
-        if len(inner) > 2:
-            waiting += reversed(list(pairwise(inner)))
+        cuts = [t for t in range(lo, hi + 1) if t not in crossed]
+        if len(cuts) > 2:
+            waiting += reversed(list(pairwise(cuts)))
         elif fits(lo, hi):
-            cuts.append(hi)
+            parts.append((lo, hi))
         else:
             longest = max(within(lo, hi), key=lambda span: span.last - span.first)
             dropped["overlaps too many others for one passage"] += 1
             spans.remove(longest)
             waiting.append((lo, hi))
 
-    edges = [0]
-    for lo, hi in pairwise(cuts):
+    edges = [0]                 # as many parts as fit become a passage
+    for lo, hi in parts:
         if not fits(edges[-1], hi):
             edges.append(lo)
     passages = []
@@ -434,31 +433,28 @@ def find_mentions(text, names) -> list:
     return mentions
 
 @lru_cache(1)
-def _pipeline():
-    """spaCy's English pipeline. Raises UserError where there is none."""
+def noun_chunker() -> Callable | None:
+    """text -> Mentions of its noun chunks, the paper's mentions of claims and questions (app. B.1).
+    None where spaCy or an English pipeline of it is not installed."""
     try:
         import spacy
         names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
-        return spacy.load(names[0], exclude=["ner", "lemmatizer"])
-    except Exception as e:      # not installed, or parts that do not fit, which raises anything
-        raise UserError("noun chunks need spaCy and an English pipeline of it, such as "
-                        f"en_core_web_sm ({e})") from e
-
-def noun_chunks(text) -> list:
-    """The noun chunks of a text, the paper's mentions of claims and questions (app. B.1)."""
-    return [Mention(c.start_char, c.end_char, None) for c in _pipeline()(text).noun_chunks]
+        pipeline = spacy.load(names[0], exclude=["ner", "lemmatizer"])
+    except Exception:               # parts of spaCy that do not fit raise anything
+        return None
+    return lambda text: [Mention(chunk.start_char, chunk.end_char, None)
+                         for chunk in pipeline(text).noun_chunks]
 
 def mention_finder(names):
     """(how, find): find(text) -> mentions of a text that comes without: noun chunks where spaCy
     and an English pipeline are installed, else the longest matches of these entity names."""
-    try:
-        _pipeline()
-        return "spaCy's noun chunks", noun_chunks
-    except UserError as e:
-        index = name_index(names)
-        return f"entity names ({e})", lambda text: find_mentions(text, index)
+    chunks = noun_chunker()
+    if chunks is not None:
+        return "spaCy's noun chunks", chunks
+    index = name_index(names)
+    return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """A mention of an example in its batch."""
     row: int
     start: int
@@ -478,20 +474,20 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
     special, with_mask = special_ids(tokenizer), task == "qa" or claim_mask
     room = max_length - 3 * with_mask
     rows, masked_rows, placed = [], [], []
-    for r, (example, passage) in enumerate(_first_passages(examples, tokenizer, room)):
+    for r, (example, passage) in enumerate(first_passages(examples, tokenizer, room)):
         ids, answered = passage.tokens.tolist(), False
         masked = list(ids)
         for start, end, i in zip(passage.start, passage.end, passage.index):
             name = example.mentions[i].entity
             is_answer = task == "claims" and name in example.answers
             asked = is_answer and not answered
-            placed.append(_Placed(r, start, end, entity_index.get(name, 0), asked, i))
+            placed.append(Placed(r, start, end, entity_index.get(name, 0), asked, i))
             answered = answered or is_answer
             for t in range(start + 1, end):     # markers of a mention inside stay
                 if is_answer and ids[t] not in (special[E_START], special[E_END]):
                     masked[t] = special[MASK]
         if with_mask and not answered:
-            placed.append(_Placed(r, len(ids) - 1, len(ids) + 1, 0, True, -1))
+            placed.append(Placed(r, len(ids) - 1, len(ids) + 1, 0, True, -1))
             for tokens in (ids, masked):
                 tokens[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
         rows.append(torch.tensor(ids))
@@ -502,7 +498,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
         order = np.random.default_rng(0).random(len(placed))
         order[[mention.asked for mention in placed]] -= 1
         placed = [placed[i] for i in np.sort(np.argsort(order)[:n])]
-    columns = np.array(placed, np.int64).reshape(-1, 6)
+    columns = np.array(placed, np.int64).reshape(-1, len(Placed._fields))
     row, start, end, entity, asked, number = torch.from_numpy(columns.T.copy())
     tokens, unmasked = (pad_sequence(x, True, special[PAD]) for x in (masked_rows, rows))
     none, empty = torch.full_like(row, -1), torch.empty(0, dtype=torch.int64)
@@ -518,7 +514,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
         batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
     return batch
 
-def _first_passages(examples, tokenizer, room):
+def first_passages(examples, tokenizer, room):
     """(example, Passage of its first `room` positions) of each; what is behind them is cut off."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
     nothing = Passage(np.array([special[CLS], special[SEP]]), none, none, none, (0, None))
@@ -529,7 +525,7 @@ def _first_passages(examples, tokenizer, room):
 
 def count_cut_mentions(examples, tokenizer, max_length) -> int:
     """How many mentions example_batch leaves out, as they are behind max_length."""
-    passages = _first_passages(examples, tokenizer, max_length - 3)
+    passages = first_passages(examples, tokenizer, max_length - 3)
     return sum(len(example.mentions) - len(passage.index) for example, passage in passages)
 
 # ---------------------------------------------------------------- the toy world
@@ -772,10 +768,7 @@ def _toy_examples(rng, facts, split, name, limit):
 
 def write_toy(folder, lines, examples):
     """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as e:
-        raise cannot_write(folder, e) from e
+    os.makedirs(folder, exist_ok=True)
     for name, records in {**examples, "corpus": lines}.items():
         write_lines(os.path.join(folder, name + ".jsonl"), records)
 
@@ -783,6 +776,7 @@ def write_toy(folder, lines, examples):
 
 MAX_LINE = 1 << 24          # bytes; no text of a corpus is as long
 ARCHIVES = {b"PK\3\4": "zip", b"\xfd7zX": "xz", b"7z\xbc\xaf": "7z", b"BZh": "bz2"}
+LABEL = "SUPPORTS, REFUTES, NOT ENOUGH INFO or null"
 CHECKS = {      # what a field may be: in words, and as a test
     "a string": lambda v: type(v) is str,
     "a whole number": lambda v: type(v) is int,             # to isinstance a bool is one, too
@@ -790,92 +784,70 @@ CHECKS = {      # what a field may be: in words, and as a test
     "a name or null": lambda v: v is None or type(v) is str and v != "",
     "a list of names": lambda v: type(v) is list and all(type(a) is str and a for a in v),
     '"train" or "held_out"': lambda v: v in ("train", "held_out"),
-    "SUPPORTS, REFUTES, NOT ENOUGH INFO or null": lambda v: v in (*CLAIM_LABELS, None),
-}
+    LABEL: lambda v: v in (*CLAIM_LABELS, None)}
 # The fields of each kind of record; those with a question mark may be absent or null.
 FIELDS = {
     "mention": {"start": "a whole number", "end": "a whole number", "entity": "a name or null"},
     "text": {"title": "a string", "text": "a string", "mentions": "a list",
              "split?": '"train" or "held_out"'},
-    "claims": {"text": "a string", "label": "SUPPORTS, REFUTES, NOT ENOUGH INFO or null"},
-    "qa": {"question": "a string", "answers": "a list of names"},
-}
+    "claims": {"text": "a string", "label": LABEL, "mentions?": "a list"},
+    "qa": {"question": "a string", "answers": "a list of names", "mentions?": "a list"}}
 
 def read_bytes(path, max_line=-1) -> Iterator[bytes]:
     """The lines of a plain or gzipped file, whatever its name, without a byte-order mark."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     n = 0
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
-        with open(path, "rb") as raw:
-            head = raw.peek(4)[:4]
-            for magic, kind in ARCHIVES.items():
-                if head.startswith(magic):
-                    raise UserError(f"{path}: a {kind} archive; unpack it, or pack it with gzip")
-            file = gzip.open(raw) if head.startswith(b"\x1f\x8b") else raw
+    with open(path, "rb") as raw:
+        head = raw.peek(4)[:4]
+        for magic, kind in ARCHIVES.items():
+            if head.startswith(magic):
+                raise UserError(f"{path}: a {kind} archive; unpack it, or pack it with gzip")
+        file = gzip.open(raw) if head.startswith(b"\x1f\x8b") else raw
+        try:
             while line := file.readline(max_line):
                 n += 1
                 if len(line) == max_line:
                     raise UserError(f"{path}:{n}: over {max_line:,} bytes; put one text on a line")
                 yield line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise UserError(f"{path}:{n + 1}: not a whole gzip file ({e}); copy it again") from e
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}); check the name") from e
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{path}:{n + 1}: not a whole gzip file ({error}); copy it again"
+                            ) from error
 
 def open_text(path) -> Iterator[str]:
     """The lines of a plain or gzipped UTF-8 file, one by one. Raises UserError."""
     for n, line in enumerate(read_bytes(path), 1):
         try:
             yield line.decode()
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path}:{n}: not UTF-8 ({e}); convert the file") from e
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert the file") from error
 
-def check_fields(record, fields, where=""):
+def check_fields(record, kind, where=""):
     """Raises ValueError "field: reason" for the first field that is not what it should be."""
     if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
-    for field, kind in fields.items():
+        raise ValueError(f"{where or 'the line'}: not a JSON object")
+    for field, wanted in FIELDS[kind].items():
         name = field.rstrip("?")
         if name != field and record.get(name) is None:
             continue
         if name not in record:
             raise ValueError(f"{where}{name}: missing")
-        if not CHECKS[kind](record[name]):
-            raise ValueError(f"{where}{name}: not {kind}")
+        if not CHECKS[wanted](record[name]):
+            raise ValueError(f"{where}{name}: not {wanted}")
 
 def read_mentions(record, text) -> list | None:
     """The Mentions of a text in its record, checked; None where it has none. Raises ValueError."""
-    check_fields(record, {"mentions?": "a list"})
     if record.get("mentions") is None:
         return None
     mentions = []
     for i, mention in enumerate(record["mentions"]):
-        check_fields(mention, FIELDS["mention"], f"mentions[{i}].")
+        check_fields(mention, "mention", f"mentions[{i}].")
         start, end = mention["start"], mention["end"]
         if not 0 <= start < end <= len(text):
             raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
                              f"0 <= start < end <= {len(text)}")
         mentions.append(Mention(start, end, mention["entity"]))
     return mentions
-
-def parse_line(line):
-    """What stands in a line of JSON. Raises ValueError with a sentence for the usual mistakes."""
-    if line.startswith(b"["):
-        raise ValueError("a JSON array; write one object a line, as jq -c '.[]' FILE does")
-    if line.startswith(b"<"):
-        raise ValueError("HTML or XML, not JSON; save the file itself, not the page about it")
-    try:
-        value = json.loads(line.decode())
-        if b"\\ud" in line.lower():     # JSON can spell half a pair, which no tokenizer can read
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as e:
-        raise ValueError(f"not UTF-8 ({e.reason}, byte {e.start}); convert the file") from e
-    except UnicodeEncodeError as e:
-        raise ValueError("holds half a surrogate pair, which is not a character") from e
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not JSON, {e}") from e
-    return value
 
 def read_records(path, kind, make, errors=None):
     """make(record) of each JSON line with the FIELDS of its kind; make may raise ValueError.
@@ -884,14 +856,19 @@ def read_records(path, kind, make, errors=None):
     is appended to it and reading goes on."""
     for n, line in enumerate(read_bytes(path, MAX_LINE), 1):
         try:
-            if line.strip():
-                record = parse_line(line.strip())
-                check_fields(record, FIELDS[kind])
-                yield make(record)
-        except ValueError as e:
-            message = f"{path}:{n}: {e}"
+            if not line.strip():
+                continue
+            if line.startswith((b"[", b"<")):
+                raise ValueError("a JSON array, HTML or XML; write one JSON object a line")
+            record = json.loads(line.decode())
+            if b"\\ud" in line.lower():     # JSON can spell half a pair, which no tokenizer can read
+                json.dumps(record, ensure_ascii=False).encode()
+            check_fields(record, kind)
+            yield make(record)
+        except (ValueError, RecursionError) as error:
+            message = f"{path}:{n}: {error}"
             if errors is None:
-                raise UserError(message + "; correct this line or take it out") from e
+                raise UserError(message + "; correct this line or take it out") from error
             errors.append(message)
 
 def read_corpus(path, errors=None) -> Iterator[Text]:
@@ -907,13 +884,11 @@ def read_examples(path, task) -> list:
     Raises UserError for a bad line or a file without any."""
     def example(record):
         text = record["text" if task == "claims" else "question"]
-        mentions, label, answers = read_mentions(record, text), None, []
-        if task == "claims" and record["label"] is not None:
-            label = CLAIM_LABELS.index(record["label"])
-        if task == "qa":
-            answers = record["answers"]
-        info = {name: v for name, v in record.items() if name not in (*FIELDS[task], "mentions")}
-        return Example(text, mentions, label, answers, info)
+        label = record.get("label") if task == "claims" else None
+        label = None if label is None else CLAIM_LABELS.index(label)
+        answers = record["answers"] if task == "qa" else []
+        info = {name: v for name, v in record.items() if name not in FIELDS[task]}
+        return Example(text, read_mentions(record, text), label, answers, info)
 
     examples = list(read_records(path, task, example))
     if not examples:
@@ -1066,10 +1041,7 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
 def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
     if str(path).endswith(".json"):
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:      # tokenizers raises nothing more precise
-            raise UserError(f"{path}: not a tokenizer ({e})") from e
+        tokenizer = Tokenizer.from_file(str(path))
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
         unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
@@ -1105,9 +1077,7 @@ class Corpus:
     text (bytes,), text_start (P+1,)    the passages' own characters in UTF-8
     entity_count (E,)             linked mentions of each entity in passages that are not held out
     special, vocab_size, meta     ids of the special tokens; counts, what was dropped, the recipe
-    n_trained                     passages that were there before anything was appended
     """
-    FORMAT = 3
     ARRAYS = {"tokens": np.int32, "passage_start": np.int64, "mention_first": np.int64,
               "mention_start": np.int32, "mention_end": np.int32, "mention_entity": np.int32,
               "mention_char": np.int32, "article": np.int32, "held_out": np.bool_,
@@ -1115,25 +1085,14 @@ class Corpus:
 
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
-        self.folder = folder
-        try:
-            self.meta = read_json(os.path.join(folder, "meta.json"))
-            if self.meta["format"] != self.FORMAT:
-                raise ValueError(f"format {self.meta['format']}, this version reads {self.FORMAT}")
-            for name, crc32 in self.meta["crc32"].items():
-                if checksum(os.path.join(folder, name)) != crc32:
-                    raise ValueError(f"{name} is damaged: its checksum differs")
-            with open(os.path.join(folder, "names.json"), encoding="utf-8") as file:
-                self.titles, self.entity_names = json.load(file)
-            for name, dtype in self.ARRAYS.items():     # asarray: without memmap's slow index
-                array = np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")
-                setattr(self, name, np.asarray(array))
-        except (OSError, ValueError, KeyError) as e:
-            raise UserError(f"{folder}: not a whole tokenised corpus ({e}); remove it and run the "
-                            "same command again") from e
+        self.folder, self.meta = folder, open_folder(folder, "tokenised corpus")
+        with open(os.path.join(folder, "names.json"), encoding="utf-8") as file:
+            self.titles, self.entity_names = json.load(file)
+        for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
+            array = np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")
+            setattr(self, name, np.asarray(array))
         self.mention_char = self.mention_char.reshape(-1, 2)
-        self.n_trained, self.special = self.meta["n_trained"], self.meta["special"]
-        self.vocab_size = self.meta["vocab_size"]
+        self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
         self.maskable = np.ones(self.vocab_size, bool)      # [UNK] is a word that we cannot spell
         self.maskable[[self.special[t] for t in (PAD, CLS, SEP, MASK, E_START, E_END)]] = False
         self.words = np.setdiff1d(np.arange(self.vocab_size), list(self.special.values()))
@@ -1144,17 +1103,14 @@ class Corpus:
 
         recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
         all that is new is held out. Raises UserError for a bad line, a file without a text or a
-        linked mention, a folder that cannot be written."""
+        linked mention."""
         part = f"{os.path.normpath(folder)}.part"
+        remove(part)
+        os.makedirs(part)
         try:
-            if os.path.lexists(folder):
-                raise UserError(f"{folder}: exists; choose another folder, or remove it")
-            remove(part)
-            os.makedirs(part)
-            _write_arrays(path, part, tokenizer, passage_length, max_length, recipe, old)
-            commit_folder(part, folder)
-        except OSError as e:
-            raise cannot_write(folder, e) from e
+            about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
+            tokenizer.save(os.path.join(part, "tokenizer.json"))
+            commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
             remove(part)
         return Corpus(folder)
@@ -1187,32 +1143,25 @@ class Corpus:
     def passage_text(self, p) -> str:
         return self.text[self.text_start[p]:self.text_start[p + 1]].tobytes().decode("utf-8")
 
-    def mention_parts(self, m):
-        """(title, the passage before the mention, the mention, the passage after it)."""
-        p = int(self.passage_of(m))
-        text, (start, end) = self.passage_text(p), self.mention_char[m]
-        return self.titles[self.article[p]], text[:start], text[start:end], text[end:]
-
     def show_mention(self, m, width=80) -> str:
         """One line to read: "Title: … before [mention] after …"."""
-        title, left, name, right = self.mention_parts(m)
+        p = int(self.passage_of(m))
+        text, (start, end) = self.passage_text(p), self.mention_char[m]
+        left, right = text[:start], text[end:]
         if len(left) > width:
             left = "…" + left[-width:]
         if len(right) > width:
             right = right[:width] + "…"
-        return f"{title}: {left}[{name}]{right}".replace("\n", " ")
+        title = self.titles[self.article[p]]
+        return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
-    def dropped_in_words(self) -> str:
-        """Why mentions are not in the arrays: "3 longer than a passage"."""
-        return ", ".join(f"{n:,} {reason}" for reason, n in self.meta["dropped"].items()) or "none"
-
-def _write_arrays(path, folder, tokenizer, passage_length, max_length, recipe, old):
-    """The files of a Corpus, in an empty folder. What is written in passing is not held."""
+def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
+    """The arrays of a Corpus, appended to files as they are read; returns what its meta.json says
+    of it. What is written in passing is not held."""
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
     counts, dropped, files = Counter(), Counter(), {}
     if old is not None:
-        titles = {title: i for i, title in enumerate(old.titles)}
-        entities = {name: i for i, name in enumerate(old.entity_names)}
+        titles, entities = dict(old.article_index), dict(old.entity_index)
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
         for name in Corpus.ARRAYS:
             shutil.copy(os.path.join(old.folder, name + ".bin"), folder)
@@ -1232,12 +1181,10 @@ def _write_arrays(path, folder, tokenizer, passage_length, max_length, recipe, o
             files[name] = stack.enter_context(file)
         if old is None:
             end_passage()
-        for text, encoding in _encodings(path, tokenizer):
-            held_out = text.split == "held_out"
-            if text.split is None:                          # one article in twenty, by its title
+        for text, encoding in encodings_of(path, tokenizer):
+            held_out = old is not None or text.split == "held_out"
+            if old is None and text.split is None:          # one article in twenty, by its title
                 held_out = zlib.crc32(text.title.encode()) % 20 == 0
-            if old is not None:
-                held_out = True
             article = titles.setdefault(text.title, len(titles))
             numbers = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
             entity = np.array(numbers, np.int64)
@@ -1254,23 +1201,19 @@ def _write_arrays(path, folder, tokenizer, passage_length, max_length, recipe, o
                        text=np.frombuffer(own.encode("utf-8"), np.uint8))
                 end_passage()
                 m = len(linked_to)
-                counts.update(passages=1, held_out=held_out, mentions=m,
+                counts.update(passages=1, passages_held_out=held_out, mentions=m,
                               linked=int(np.count_nonzero(linked_to)),
                               tokens=len(passage.tokens) - 2 * m - 2)
     if counts["linked"] == before["linked"]:
         what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
         raise UserError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
-    tokenizer.save(os.path.join(folder, "tokenizer.json"))
     with open(os.path.join(folder, "names.json"), "w", encoding="utf-8") as file:
         json.dump([list(titles), list(entities)], file)
-    crc32 = {name: checksum(os.path.join(folder, name)) for name in sorted(os.listdir(folder))}
-    write_json(os.path.join(folder, "meta.json"), {
-        "format": Corpus.FORMAT, "recipe": recipe, "counts": counts, "dropped": dropped,
-        "n_trained": counts["passages"] if old is None else old.n_trained,
-        "special": special, "vocab_size": tokenizer.get_vocab_size(), "crc32": crc32})
+    return {"counts": counts, "dropped": dropped, "special": special,
+            "vocab_size": tokenizer.get_vocab_size()}
 
-def _encodings(path, tokenizer):
+def encodings_of(path, tokenizer):
     """(text, its encoding) of each text of a corpus file."""
     texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
     while chunk := list(islice(texts, 1024)):
@@ -1768,29 +1711,26 @@ def task(name, paths, out, corpus=None, entities=None):
 
 # ---------------------------------------------------------------- command line
 
-def check(path, vocab=None, preset="toy") -> int:
-    """Prints what a corpus file holds and ten mentions of it, or its first ten errors."""
+def check(path, vocab=None, preset="toy"):
+    """Prints what a corpus file holds and ten mentions of it. Raises UserError, with its first ten
+    errors."""
     errors = []
     for _ in read_corpus(path, errors):
         if len(errors) >= 10:
             break
     if errors:
-        print(printable("\n".join(errors[:10])))
-        return 1
+        raise UserError("\n".join(errors[:10]))
     settings = dict(TEXT_PRESETS[preset])
     texts, vocab_size = (text.text for text in read_corpus(path)), settings.pop("vocab")
     tokenizer = load_tokenizer(vocab) if vocab else train_tokenizer(texts, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.build(path, os.path.join(folder, "corpus"), tokenizer, **settings)
     counts, each = corpus.meta["counts"], np.diff(corpus.mention_first)
-    counts["passages_held_out"] = counts["held_out"]
     counts["mentions_to_evaluate_on"] = len(eval_mentions(corpus))
-    for name in ("texts", "texts_without_a_token", "articles", "passages", "passages_held_out",
-                 "tokens", "mentions_read", "mentions", "linked", "entities",
-                 "mentions_to_evaluate_on"):
-        print(f"{name.replace('_', ' '):<24}{counts[name]:>12,}")
-    print(f"{'mentions dropped':<24}{corpus.dropped_in_words():>12}")
-    print(f"{'mentions a passage':<24}{each.min()} to {each.max()}, {each.mean():.2f} on average")
+    for name, n in [*counts.items(), *corpus.meta["dropped"].items()]:
+        what = f"mentions dropped, {name}" if name in corpus.meta["dropped"] else name
+        print(f"{what.replace('_', ' '):<42}{n:>12,}")
+    print(f"mentions a passage: {each.min()} to {each.max()}, {each.mean():.2f} on average")
     if not counts["mentions_to_evaluate_on"]:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
               'names too; mark more texts with "split": "held_out".')
@@ -1799,61 +1739,58 @@ def check(path, vocab=None, preset="toy") -> int:
     for m in np.sort(some):
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
-    return 0
 
-def at_least_one(text) -> int:
-    """A type of argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+def at_least(least):
+    """An argparse type: a whole number of at least that."""
+    def number(text):
+        if not text.isdecimal() or not least <= int(text) < 2 ** 63:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(text)
+    return number
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    toy = commands.add_parser("toy", help="write corpus.jsonl and examples of a made-up world")
-    toy.add_argument("--out", required=True)
-    toy.add_argument("--seed", type=int, default=0)
-    checked = commands.add_parser("check", help="count what a corpus holds, or list its errors")
-    checked.add_argument("file")
-    checked.add_argument("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
-    checked.add_argument("--vocab", help="a vocab.txt or a tokenizer.json (default: trained)")
-    dump = commands.add_parser("wiki", help="turn a Wikipedia dump (pages-articles) into a corpus")
-    dump.add_argument("file")
-    dump.add_argument("--out", required=True, help="corpus.jsonl or corpus.jsonl.gz")
-    dump.add_argument("--no-extend", action="store_true", help="only links as they are written")
-    dump.add_argument("--workers", type=at_least_one, default=1)
-    source = commands.add_parser("kilt", help="turn KILT's knowledge source into a corpus")
-    source.add_argument("file")
-    source.add_argument("--out", required=True, help="corpus.jsonl or corpus.jsonl.gz")
-    source.add_argument("--no-extend", action="store_true", help="only links as they are written")
-    published = commands.add_parser("task", help="turn the published files of a task into examples")
-    published.add_argument("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
-    published.add_argument("files", nargs="+")
-    published.add_argument("--out", required=True)
-    named = published.add_mutually_exclusive_group()
-    named.add_argument("--corpus", help="questions: map answers to the entities of this corpus")
-    named.add_argument("--entities", help="questions: … to the names in this file, one a line")
+    commands = parser.add_subparsers(required=True)
+
+    def command(name, run, help, *arguments):
+        """A command; an argument is a name, or a flag and what add_argument takes for it."""
+        added = commands.add_parser(name, help=help)
+        for flag, options in arguments:
+            added.add_argument(flag, **options)
+        added.set_defaults(run=run)
+        return added
+
+    out = ("--out", {"required": True, "metavar": "FILE"})
+    extend = ("--no-extend", {"action": "store_true", "help": "only links as they are written"})
+    command("toy", lambda args: write_toy(args.out, *toy_world(args.seed)),
+            "write corpus.jsonl and examples of a made-up world",
+            ("--out", {"required": True, "metavar": "FOLDER"}),
+            ("--seed", {"type": at_least(0), "default": 0}))
+    command("check", lambda args: check(args.file, args.vocab, args.preset),
+            "count what a corpus holds, or list its errors", ("file", {}),
+            ("--preset", {"choices": TEXT_PRESETS, "default": "toy", "help": "as train.py's"}),
+            ("--vocab", {"help": "a vocab.txt or a tokenizer.json (default: trained)"}))
+    command("wiki", lambda args: wiki(args.file, args.out, not args.no_extend, args.workers),
+            "turn a Wikipedia dump (pages-articles) into a corpus", ("file", {}), out, extend,
+            ("--workers", {"type": at_least(1), "default": 1}))
+    command("kilt", lambda args: kilt(args.file, args.out, not args.no_extend),
+            "turn KILT's knowledge source into a corpus", ("file", {}), out, extend)
+    command("task", lambda args: task(args.name, args.files, args.out, args.corpus, args.entities),
+            "turn the published files of a task into examples",
+            ("name", {"choices": [*CLAIM_TASKS, *QUESTION_TASKS]}), ("files", {"nargs": "+"}), out,
+            ("--corpus", {"help": "questions: map answers to the entities of this corpus"}),
+            ("--entities", {"help": "questions: … or to the names in this file, one a line"}))
     args = parser.parse_args()
     for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
         stream.reconfigure(errors="backslashreplace")
     try:
-        if args.command == "toy":
-            write_toy(args.out, *toy_world(args.seed))
-        elif args.command == "wiki":
-            wiki(args.file, args.out, not args.no_extend, args.workers)
-        elif args.command == "kilt":
-            kilt(args.file, args.out, not args.no_extend)
-        elif args.command == "task":
-            task(args.name, args.files, args.out, args.corpus, args.entities)
-        else:
-            return check(args.file, args.vocab, args.preset)
-    except (UserError, OSError) as e:
-        print(printable(f"data.py: {e}"), file=sys.stderr)
-        return 1
+        args.run(args)
+        return 0
+    except (UserError, OSError) as error:
+        return complain("data.py", error)
     except KeyboardInterrupt:
         print("data.py: stopped; nothing half-written is left", file=sys.stderr)
         return 130
-    return 0
 
 if __name__ == "__main__":
     sys.exit(main())

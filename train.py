@@ -43,13 +43,11 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, read_json, write_file, write_json
-from encoder import (CheckpointError, Config, beside, bert_config, is_flax, load_bert,
-                     load_flax)
-from memory import (MentionMemory, build_memory, encode_passages, intact, load_memory,
-                    read_manifest)
+from encoder import CheckpointError, Config, beside, bert_config
+from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
                   coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
-                  predict_entity, share_of_mean, split_into_blocks, start_positions)
+                  predict_entity, read_published, share_of_mean, split_into_blocks, start_positions)
 
 @dataclass
 class Schedule:
@@ -80,9 +78,6 @@ class Settings:
     # From here on not the paper's: with these, small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
                                     # layers learn the markers; then fit_retrieval runs
-    tied: float = 0.0               # share of the steps after these in which the layers that
-                                    # retrieve learn at a tenth of the rate: else, on small corpora,
-                                    # query and key part before they are of use
     bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
     whole_softmax: bool = False     # questions: eq. 10 over the whole memory, not its k_answer
                                     # best: an answer far from these would get no gradient
@@ -106,7 +101,7 @@ PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, memory_from=0.75,
-        tied=1.0, bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
+        bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
             "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
@@ -116,46 +111,6 @@ PRESETS = {
             "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
-# The least and the most of each number: (1, 65536) if it is whole, else (0, 1), but for these.
-LIMITS = dict(
-    n_block_batch=(0, 65536), n_entities=(0, 10 ** 9), vocab_size=(1, 10 ** 7), n_blocks=(1, 2),
-    hidden=(2, 16384), max_positions=(16, 65536), passage_length=(8, 65536), vocab=(200, 10 ** 7),
-    max_length=(16, 65536), coref_entities=(1, 10 ** 9), log_every=(1, 10 ** 9),
-    save_every=(1, 10 ** 9), steps=(1, 10 ** 9), lr=(1e-12, 10), dropout=(0, 0.9),
-    beta2=(0, 0.999999), clip=(1e-6, 10 ** 6), bert_rate=(0, 100), cloze_weight=(0, 100))
-CHOICES = dict(memory_dtype=("float16", "float32"), gelu=("none", "tanh"),
-               memory=("mentions", "entities", "none"))
-
-def check_values(values, flag):
-    """Raises UserError for a setting out of its range."""
-    for name, value in values.items():
-        least, most = LIMITS.get(name, (1, 65536) if isinstance(value, int) else (0, 1))
-        if isinstance(value, str) and value not in CHOICES[name]:
-            raise UserError(f"{flag}{name}={value}: it is one of {', '.join(CHOICES[name])}")
-        if type(value) in (int, float) and not least <= value <= most:          # NaN is neither
-            raise UserError(f"{flag}{name}={value}: it is from {least:g} to {most:g}")
-
-def preset(name, n_blocks=1, changes=None, bert=None):
-    """(Settings, Config) with the changes of --set. bert: all of the Config, from a pretrained one.
-    Raises UserError where these cannot be trained."""
-    values = PRESETS[name] | (changes or {}) | {"n_blocks": n_blocks} | (bert or {})
-    settings, config = (replace(defaults, **{name: values[name] for name in vars(defaults)
-                                             if name in values})
-                        for defaults in (Settings(), Config()))
-    check_values(vars(config) | vars(settings), "--set ")
-    for wrong, rule in ((config.hidden % config.n_heads, "hidden is a multiple of n_heads"),
-                        (config.hidden % 2, "hidden is even"),
-                        (config.n_block_batch > config.n_block, "n_block_batch is part of n_block"),
-                        (settings.max_length > config.max_positions,
-                         "max_length is at most max_positions")):
-        if wrong:
-            raise UserError(f"--set: {rule}")
-    try:
-        with torch.device("meta"):          # shapes without numbers
-            BatchTOME(TOME(config))
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"--set: no model has these dimensions ({error})") from None
-    return settings, config
 
 # ---- The stages ----------------------------------------------------------------------------------
 # A stage is a model, its batches and its losses; the loop further down is the same for all. A loss
@@ -166,10 +121,9 @@ class Stage(NamedTuple):
     """What train_stage asks of a stage."""
     model: torch.nn.Module
     next_batch: Callable            # step -> Batch of all processes
-    losses: Callable                # Batch of this process -> {name: (weight, share of the loss)}
+    losses: Callable                # Batch of this process, step -> {name: (weight, its share)}
     evaluate: Callable              # () -> figures for the log; of "score" the best weights stay
     encoder: str = None             # fingerprint of the Mention Encoder
-    tied: range = range(0)          # steps in which the layers that retrieve learn slowly
 
 def endless(order):
     """at(step, n): the n items of a step in an endless sequence, order(epoch) (items,) after
@@ -196,7 +150,7 @@ def masked_batch(run, passages, number, step):
 
 def batch_tome_stage(run, recipe, start=None, examples=None):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
-    settings, corpus, steps = run.settings, run.corpus, recipe["steps"]
+    settings, corpus = run.settings, run.corpus
     passages = np.flatnonzero(~corpus.held_out)
     if not len(passages):
         raise UserError(f"{corpus.folder}: all passages are held out; add some to train on")
@@ -218,24 +172,18 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     # Once there is a checkpoint, the BERT of --init need not be there any more.
     begun = (run.out / "batch-tome.pt").exists()
     model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
-    first, uses_memory = int(steps * settings.memory_from), True
-    if run.is_published:                # its keys and queries are trained: they need no fit
-        first = 0
+    first = int(recipe["steps"] * settings.memory_from)     # from this step on, the memory is on
 
     def next_batch(step):
-        nonlocal uses_memory
-        uses_memory = step >= first
-        if first and step == 0:
-            measure("with the initial weights")
-            say(f"The memory is off until step {first}: the layers learn what the markers hold.")
-        if first and step == first:
+        if step == first and first > 0:
             measure("before the fit")
             sample = np.random.default_rng(run.seed).permutation(passages)[:768]
             parts = np.array_split(sample, -(-len(sample) // 32))
             fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None)
                                          .to(run.device) for part in parts])
-            measure("after the fit of keys and queries")
-            say("From here on the memory is attended.")
+            measure("after the fit of keys and queries; from here on the memory is attended")
+        elif step == 0 and first > 0:
+            measure(f"with the initial weights; the memory is off until step {first}")
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
 
     def measure(when):
@@ -246,10 +194,10 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
             + ", ".join(masses))
         model.train()
 
-    def losses(batch):
+    def losses(batch, step):
         """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
         what its passage says of the entity; without it TOME loses most (app. B.5)."""
-        H, _ = model(batch, uses_memory)
+        H, _ = model(batch, use_memory=step >= first)
         z = model.coref(H, batch.row, batch.start, batch.end)
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
         mlm = mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
@@ -265,11 +213,10 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     def evaluate():
         return evaluate_memory(run, model.tome, small_memory(), mentions)
 
-    tied = range(first, first + int((steps - first) * settings.tied))
-    return Stage(model, next_batch, losses, evaluate, tied=tied)
+    return Stage(model, next_batch, losses, evaluate)
 
 def make_memory(run, file=None):
-    """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file that is added to it,
+    """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
     without training. run.json says which corpus is the run's: to write it is the commit."""
     encoder = load_model(run, "batch-tome")[0].encoder
     now = with_appended(run, file) if file else run
@@ -277,13 +224,14 @@ def make_memory(run, file=None):
     if not folder.exists():
         build_memory(encoder, now.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      memory_recipe(now), before if before.exists() else None)
+    n = read_manifest(folder)["n"]
     if ann.rank_and_size()[0] == 0:
         if now is not run:
             write_json(run.out / "run.json", now.saved)
         sweep(run.out, "corpus", now.corpus.folder)
         sweep(run.out, "memory", folder)
     ann.barrier()
-    say(f"memory: {read_manifest(folder)['n']:,} linked mentions in {folder}.")
+    say(f"memory: {n:,} linked mentions in {folder}.")
 
 def tome_stage(run, recipe, start=None, examples=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
@@ -295,14 +243,14 @@ def tome_stage(run, recipe, start=None, examples=None):
         encoder = batch_tome.encoder.fingerprint
     model = TOME(run.config).to(run.device)
     model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
+    start_from(run, model, start)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     if not run.is_baseline:
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
-    start_from(run, model, start)
     items = shuffled(run, 2, np.flatnonzero(~run.corpus.held_out))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
-    def losses(batch):
+    def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
@@ -334,8 +282,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     model, encoder = load_model(run)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     start_from(run, model, start)
-    path = Path(examples or toy_examples(run, task, split="train"))
-    examples, dev = read_task_examples(run, task, path)
+    examples, dev = read_task_examples(run, task, Path(examples or toy_examples(run, task)))
     clozes, rng = [], np.random.default_rng([run.seed, 6])
     if task == "claims":        # unlearning labels that no example has brought toy claims to chance
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
@@ -347,12 +294,11 @@ def finetune_stage(run, recipe, start=None, examples=None):
 
     def next_batch(step):
         chosen = [examples[i] for i in items(step, recipe["batch"])]
-        if not clozes:
-            return examples_batch(run, task, chosen)
-        beside = [clozes[i] for i in cloze_items(step, recipe["batch"])]
-        return disguise(examples_batch(run, task, chosen + sorted(beside, key=wording)))
+        if clozes:
+            chosen += [clozes[i] for i in cloze_items(step, recipe["batch"])]
+        return examples_batch(run, task, chosen)
 
-    def losses(batch):
+    def losses(batch, step):
         """Labels from the claim's own encoding; answers by eq. 10, from the answer head and from
         the query of the last memory layer, which is what retrieves."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
@@ -386,16 +332,12 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
 def optimizer_for(model, settings):
-    """AdamW; no weight decay on layer norms and biases (app. A). The layers that retrieve stand in
-    groups of their own."""
-    groups = {}
-    for name, p in model.named_parameters():
-        retrieves = any(part in name for part in ("query", "key", "coref"))
-        decay = settings.weight_decay if p.dim() > 1 else 0.0
-        groups.setdefault((decay, retrieves), []).append(p)
-    return torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay, "retrieves": retrieves}
-         for (decay, retrieves), params in groups.items()], betas=(0.9, settings.beta2), fused=True)
+    """AdamW; no weight decay on layer norms and biases (app. A)."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay},
+              {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, settings.beta2), fused=True)
 
 def learning_rate(recipe, step):
     """Linear warm-up, then linear decay to zero. recipe["lr"]: [first step, peak] of each --lr."""
@@ -406,14 +348,13 @@ def learning_rate(recipe, step):
 def train_step(run, stage, recipe, optimizer, step):
     """One step. Returns {loss: its mean over the batch of all processes} and the tokens read."""
     rank, size = ann.rank_and_size()
-    lr = learning_rate(recipe, step)
     for group in optimizer.param_groups:
-        group["lr"] = lr * (0.1 if step in stage.tied and group["retrieves"] else 1.0)
+        group["lr"] = learning_rate(recipe, step)
     torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
     batch_of_all = stage.next_batch(step)
     batch = batch_of_all.part(rank, size).to(run.device)
     with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
-        losses = stage.losses(batch)
+        losses = stage.losses(batch, step)
         loss = sum(weight * share for weight, share in losses.values())
     optimizer.zero_grad()
     loss.backward()
@@ -431,13 +372,13 @@ def train_step(run, stage, recipe, optimizer, step):
 def diverged(run, recipe, step, what):
     """The error of a training that blew up, with a command that goes on from before it did."""
     kind, lr = recipe["kind"], learning_rate(recipe, step)
-    return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, and with "
-                     f"--stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on from there")
+    return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, if there was "
+                     f"one: with --stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on")
 
 def train_stage(run, stage, recipe, checkpoint=None):
     """Trains stage.model and leaves OUT/<kind>.pt. Each turn of the loop is a step, or the
     evaluation that is due. A step is saved before it is evaluated: an evaluation that was cut off
-    is done again, and nothing else is."""
+    is done again, and nothing else is. Of no steps, the weights are kept as they are."""
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
     rank, size = ann.rank_and_size()
     path, model = run.out / f"{kind}.pt", stage.model.to(run.device).train()
@@ -446,52 +387,62 @@ def train_stage(run, stage, recipe, checkpoint=None):
     state = {"step": 0, "evaluated": 0, "sums": {}, "best": None, "best_score": -1.0}
     if checkpoint:
         state = {name: checkpoint[name] for name in state}
-        load_state(path, model, checkpoint["model"])
-        load_state(path, optimizer, checkpoint["optimizer"])
+        with intact(path, TRAIN_AGAIN):
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
         say(f"{kind}: going on at step {state['step']}.")
         if checkpoint["processes"] != size:
             say(f"  ({size} processes instead of {checkpoint['processes']}: equal up to rounding)")
-    if rank == 0:
-        trim_log(run.out / "log.jsonl", kind, state["evaluated"])
+
+    def save():
+        if not all(t.isfinite().all() for t in model.state_dict().values()):
+            raise diverged(run, recipe, state["step"] - 1,
+                           f"a weight is not a number at step {state['step']}")
+        if rank == 0:
+            values = dict(recipe=recipe, encoder=stage.encoder, processes=size,
+                          model=model.state_dict(), optimizer=optimizer.state_dict(), **state)
+            write_file(path, lambda file: torch.save(values, file))
+
+    def evaluate():
+        measured = stage.evaluate()
+        model.train()
+        n = state["sums"].pop("steps")
+        record = {name: round(value / n, 4) for name, value in state["sums"].items()}
+        progress.clear()
+        say(f"{kind} {state['step']:5d}  {in_words(record | measured)}")
+        log(run.out, {"stage": kind, "step": state["step"], "processes": size,
+                      "lr": learning_rate(recipe, state["step"] - 1), **record,
+                      "tokens_per_second": round(n_tokens / (time.time() - since)), **measured})
+        if measured.get("score", -1.0) > state["best_score"]:
+            best = {name: t.cpu().clone() for name, t in model.state_dict().items()}
+            state.update(best_score=measured["score"], best=best)
+        state.update(evaluated=state["step"], sums={})
+
     signals, n_tokens, since = [], 0, time.time()
     with (tqdm(total=steps, initial=state["step"], desc=kind, disable=rank > 0) as progress,
           signals_to(lambda number, _: signals.append(number))):
+        if steps == 0:
+            save()
         while state["evaluated"] < steps:
-            step, since_evaluation = state["step"], state["step"] - state["evaluated"]
-            if since_evaluation and (step % settings.log_every == 0 or step == steps):
-                seconds, measured = time.time() - since, stage.evaluate()
-                model.train()
-                n = state["sums"].pop("steps")
-                record = {name: round(value / n, 4) for name, value in state["sums"].items()}
-                progress.clear()
-                say(f"{kind} {step:5d}  {in_words(record | measured)}")
-                log(run.out, {"stage": kind, "step": step, "processes": size,
-                              "lr": learning_rate(recipe, step - 1), **record,
-                              "tokens_per_second": round(n_tokens / seconds), **measured})
-                if measured.get("score", -1.0) > state["best_score"]:
-                    best = {name: t.cpu().clone() for name, t in model.state_dict().items()}
-                    state |= {"best_score": measured["score"], "best": best}
-                state |= {"evaluated": step, "sums": {}}
-                n_tokens, since, save = 0, time.time(), step == steps
+            step = state["step"]
+            is_due = step % settings.log_every == 0 or step == steps
+            if is_due and step > state["evaluated"]:
+                evaluate()
+                n_tokens, since = 0, time.time()
+                is_saved = step < steps             # the last evaluation decides on the best
             else:
                 values, n = train_step(run, stage, recipe, optimizer, step)
-                n_tokens, step, sums = n_tokens + n, step + 1, state["sums"]
+                n_tokens, step = n_tokens + n, step + 1
                 for name, value in {**values, "steps": 1}.items():
-                    sums[name] = sums.get(name, 0) + value
+                    state["sums"][name] = state["sums"].get(name, 0) + value
                 state["step"] = step
                 progress.update()
                 progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
                                      refresh=False)
-                save = 0 in (step % settings.log_every, step % settings.save_every, steps - step)
+                is_saved = step % settings.log_every and step % settings.save_every and step < steps
             stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
-            if save or stop:
-                if not all(t.isfinite().all() for t in model.state_dict().values()):
-                    raise diverged(run, recipe, step - 1,
-                                   f"a weight is not a number at step {step}")
-                if rank == 0:
-                    save_checkpoint(path, recipe=recipe, encoder=stage.encoder, processes=size,
-                                    model=model.state_dict(), optimizer=optimizer.state_dict(),
-                                    **state)
+            if stop or not is_saved:
+                save()
             if stop:
                 raise Stop(f"Stopped at step {step} of {kind} and saved; the same command goes on "
                            "from there.")
@@ -516,34 +467,23 @@ def new_batch_tome(run, seed=None):
     """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a
     file of the paper's own code."""
     torch.manual_seed(run.seed if seed is None else seed)
-    model, mlm = BatchTOME(TOME(run.batch_tome_config)), None
-    tome = model.tome
-    if run.is_published:
-        _, state, unused = load_flax(run.init, run.config)
-        missing, _ = model.load_state_dict(state, strict=False)
-        if seed is None:
-            say_of_file(run.init, missing, unused)
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
-        mlm = state.get("encoder.tome.mlm.bias")
-    elif run.init:
-        _, embeddings, layers, mlm = load_bert(run.init, run.config)
-        tome.embeddings.load_state_dict(embeddings)
-        # The markers took unused entries. BERT knows a sign that stands around a name: the quote.
-        quote, special = run.tokenizer.token_to_id('"'), run.corpus.special
-        if quote is not None:
-            word = tome.embeddings.word.weight.data
-            word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
-        blocks = [tome.initial, *(block.transformer for block in tome.blocks)]
-        targets = [layer for block in blocks for layer in block.layers]
-        for layer, state in zip(targets, layers, strict=True):
-            layer.load_state_dict(state)
-        if mlm is None:
-            say(f"{run.init} has no MLM head: made a fresh one.")
-        else:
-            tome.mlm.load_state_dict(mlm)
-    else:
+    model = BatchTOME(TOME(run.batch_tome_config))
+    if not run.init:
         start_positions(model)
-    if run.init and mlm is None:
+        return model
+    _, state, lacks, unused = read_published(run.init, run.config)
+    model.load_state_dict(state, strict=False)
+    if seed is None:
+        say_of_file(run.init, lacks, unused)
+    tome, special = model.tome, run.corpus.special
+    if run.is_published:
+        tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
+    # The markers took unused entries. BERT knows a sign that stands around a name: the quote.
+    quote = run.tokenizer.token_to_id('"')
+    if quote is not None and not run.is_published:
+        word = tome.embeddings.word.weight.data
+        word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
+    if "mlm" in lacks:
         # It starts at the words' frequencies: to learn these alone takes a thousand steps.
         tokens = run.corpus.tokens[:10 ** 7]
         words = tokens[run.corpus.maskable[tokens]]
@@ -551,63 +491,36 @@ def new_batch_tome(run, seed=None):
         tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     return model
 
-def say_of_file(path, missing, unused):
-    """Says what a file of the paper's own code lacks, and what of it is not used."""
-    lacks = sorted({name.removeprefix("encoder.tome.").split(".")[0] for name in missing})
+def say_of_file(path, lacks, unused):
+    """Says what a published file lacks, and what of it is not used."""
     say(f"{path} has no weights of {', '.join(lacks)}: made fresh.")
     if unused:
         say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
 
-def published_tome(run, tome, path):
-    """TOME's state dictionary of a file of the paper's own code. Raises UserError."""
-    theirs, state, unused = load_flax(path, run.config)
-    if "encoder.key.linear.weight" in state:
-        raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
-    if any(getattr(theirs, name) != getattr(run.config, name)
-           for name in ("n_blocks", "n_initial", "n_block")):
-        raise UserError(f"--start {path}: it is a TOME-{theirs.n_blocks} of {theirs.n_initial} + "
-                        f"{theirs.n_block} layers, as this run is not; TOME-2 wants --blocks 2")
-    state = part_of(state, "encoder.tome.")
-    say_of_file(path, tome.state_dict().keys() - state.keys(), unused)
-    return state
-
-def keep_published(run, recipe, start):
-    """Writes OUT/<kind>.pt of weights that the paper's own code has trained: without a step."""
-    kind, encoder = recipe["kind"], None
-    if kind == "batch-tome":
-        model = new_batch_tome(run)
-    else:
-        model = TOME(run.config)
-        encoder = load_model(run, "batch-tome")[0].encoder.fingerprint
-        start_from(run, model, start)
-    rank, size = ann.rank_and_size()
-    if rank == 0:
-        optimizer = optimizer_for(model, run.settings)
-        save_checkpoint(run.out / f"{kind}.pt", recipe=recipe, encoder=encoder, processes=size,
-                        model=model.state_dict(), optimizer=optimizer.state_dict(), best=None,
-                        best_score=-1.0, step=0, evaluated=0, sums={})
-    ann.barrier()
-    source = run.init if kind == "batch-tome" else start
-    say(f"{kind}: taken as trained from {source}.")
-
 def start_from(run, tome, start):
-    """--start (app. B.6): the weights of another checkpoint, or "scratch": fresh ones, of another
-    seed than BATCH-TOME's, or the model would match the encoder that wrote the memory. What the
-    checkpoint lacks, as memory layers, is fresh."""
+    """--start (app. B.6): the weights of another checkpoint of ours or of the paper's own code, or
+    "scratch": fresh ones, of another seed than BATCH-TOME's, or the model would match the encoder
+    that wrote the memory. What the checkpoint lacks, as memory layers, is fresh."""
     if start is None:
         return
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
-    if start != "scratch":
-        if is_flax(start):
-            saved = published_tome(run, tome, start)
-        else:
-            checkpoint = read_checkpoint(Path(start))
-            saved = checkpoint["best"] or checkpoint["model"]
-        if any(saved[name].shape != tensor.shape if name in saved else name.startswith("initial.")
-               for name, tensor in state.items()):
-            raise UserError(f"--start {start}: no TOME of these dimensions is in it")
-        state |= {name: tensor for name, tensor in saved.items() if name in state}
-    tome.load_state_dict(state)
+    saved = {}
+    if start != "scratch" and zipfile.is_zipfile(start):
+        checkpoint = read_checkpoint(Path(start))
+        saved = checkpoint["best"] or checkpoint["model"]
+    elif start != "scratch":
+        theirs, published, lacks, unused = read_published(start, run.config)
+        if "encoder.key.linear.weight" in published:
+            raise UserError(f"--start {start}: it is a BATCH-TOME; give it to --init")
+        if theirs.n_blocks != run.config.n_blocks:
+            raise UserError(f"--start {start}: it is a TOME-{theirs.n_blocks}, as this run is not; "
+                            "TOME-2 wants --blocks 2")
+        say_of_file(start, lacks, unused)
+        saved = part_of(published, "encoder.tome.")
+    wrong = [name for name in state if name in saved and saved[name].shape != state[name].shape]
+    if wrong or saved and not all(name in saved for name in state if name.startswith("initial.")):
+        raise UserError(f"--start {start}: no TOME of these dimensions is in it")
+    tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
 
 def open_memory(run, tome, encoder, n_search=None):
     """The memory of the whole corpus, and the part that training sees: passages that are not held
@@ -621,8 +534,6 @@ def open_memory(run, tome, encoder, n_search=None):
     return memory, memory if bool(train.all()) else memory.select(train)
 
 # ---- What is measured while training: does the memory fill in what only a memory can know? -------
-
-COUNTED = ("tokens", "right", "masked", "named", "mass_masked", "visible", "mass_visible")
 
 @torch.no_grad()
 def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
@@ -656,14 +567,16 @@ def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
             of_kind = (batch.entity > 0) & (seen_entity[batch.entity] == is_seen)           # (M,)
             masked, token = of_kind & batch.masked, of_kind[batch.target_mention]           # (L,)
             visible = of_kind & ~batch.masked & supported[batch.entity]
-            counted = (token, right & token, masked, named & masked, mass[masked], visible,
-                       mass[visible])
-            sums[kind].update({name: x.sum().item() for name, x in zip(COUNTED, counted)})
+            counted = {"tokens": token, "right": right & token, "masked": masked,
+                       "named": named & masked, "mass_masked": mass[masked],
+                       "visible": visible, "mass_visible": mass[visible]}
+            sums[kind].update({name: x.sum().item() for name, x in counted.items()})
     result = {}
     for kind, counted in sums.items():
-        total = {name: float(ann.sum_over_processes(counted[name], device)) for name in COUNTED}
-        n_tokens, n_masked = max(total["tokens"], 1), max(total["masked"], 1)
-        result[kind] = {"accuracy": total["right"] / n_tokens,
+        total = {name: float(ann.sum_over_processes(counted[name], device)) for name in (
+            "tokens", "right", "masked", "named", "mass_masked", "visible", "mass_visible")}
+        n_masked = max(total["masked"], 1)
+        result[kind] = {"accuracy": total["right"] / max(total["tokens"], 1),
                         "entity": total["named"] / n_masked,
                         "mass_masked": total["mass_masked"] / n_masked,
                         "mass_visible": total["mass_visible"] / max(total["visible"], 1),
@@ -735,14 +648,12 @@ def examples_batch(run, task, examples):
         examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
         claim_mask=task == "claims" and run.settings.claim_mask)
 
-def toy_examples(run, task, hops="one_hop", split="test"):
+def toy_examples(run, task, hops="one_hop", split="train"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
-    with intact(path, f"python train.py --stage tome --out {run.out} makes it again"):
-        if read_json(path.with_name("recipe.json"))["files"][path.name] != checksum(path):
-            raise ValueError("its checksum differs")
+    data.open_folder(path.parent, "toy world", lambda name: name == path.name)
     return path
 
 def dev_files(path):
@@ -756,8 +667,7 @@ def read_examples(run, task, path, known=True):
     if known:
         examples = [e for e in examples if task == "qa" or e.label is not None]
         if not any(e.label is not None or e.answers for e in examples):
-            what = "claim has a label" if task == "claims" else "question has an answer"
-            raise UserError(f"{path}: no {what}; python eval.py --show needs none")
+            raise UserError(f"{path}: no label and no answer; python eval.py --show needs none")
     missing = sum(e.mentions is None for e in examples)
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
@@ -765,13 +675,11 @@ def read_examples(run, task, path, known=True):
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
     cut = data.count_cut_mentions(examples, run.tokenizer, run.settings.max_length)
-    if cut:
-        say(f"{path}: {cut:,} mentions stand behind max_length ({run.settings.max_length} tokens) "
-            "and are not read.", sys.stderr)
     nothing = sum(not e.mentions for e in examples)
-    if nothing:
-        say(f"{path}: {nothing:,} of {len(examples):,} examples have no mention, so nothing is "
-            "retrieved for them.", sys.stderr)
+    if cut or nothing:
+        say(f"{path}: {cut:,} mentions stand behind max_length ({run.settings.max_length} tokens) "
+            f"and are not read; {nothing:,} of {len(examples):,} examples have no mention, so "
+            "nothing is retrieved for them.", sys.stderr)
     return examples
 
 def read_task_examples(run, task, path):
@@ -802,57 +710,80 @@ def cloze(run, example, rng):
     known = [entity for entity in known if entity == example.info.get("object")] or known
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
-def wording(example):
-    """The text without its mentions, as "… was born in the city of …."."""
-    parts, at = [], 0
-    for mention in sorted(example.mentions, key=lambda m: m[:2]):       # entities may be None
-        parts.append(example.text[at:mention.start])
-        at = max(at, mention.end)
-    return "…".join([*parts, example.text[at:]])
-
-def disguise(batch):
-    """Every second cloze shows the name that the one before it hides, where both have as many
-    words, in place of [MASK]: as in a false claim, the rest of the sentence has to say what to
-    retrieve. Clozes are sorted by wording, so most of these names could be right."""
-    asked = batch.answer_mention[batch.answer > 0]
-    for shown, hidden in zip(asked[::2].tolist(), asked[1::2].tolist()):
-        source, target = ((batch.row[m], slice(batch.start[m] + 1, batch.end[m]))
-                          for m in (shown, hidden))
-        if torch.equal(batch.tokens[source], batch.tokens[target]):
-            batch.tokens[target] = batch.unmasked[source]
-    return batch
-
 # ---- The run folder ------------------------------------------------------------------------------
 # run.json says what the command was. Each artefact (corpus, batch-tome, memory, tome, claims, qa)
 # has a recipe, a plain dictionary of all that determines it, with the identities of what it is made
 # from. It is used only where its recipe is what the command implies. A folder is built under
 # another name and renamed when it is whole; a .pt file holds its recipe.
 
-FORMAT = 4                  # of run.json and of recipes
-RUN = {"format": FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None,
+RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None,
        "text": None, "init": None, "weights": None, "bert": None, "appended": []}
 CHECKPOINT = {"recipe", "step", "evaluated", "sums", "best_score", "model", "optimizer",
               "processes", "best", "encoder"}
 TRAIN_AGAIN = "remove it to train this stage again"
-READ_BY = {name: kinds for names, kinds in (            # settings that only some stages read
-    ("cluster coref_weight coref_entities memory_from tied", "batch-tome"),
-    ("entity_weight memory_fraction", "tome"), ("max_length log_every", "claims qa"),
-    ("n_blocks memory_dtype k k_shard k_answer k_answer_shard", "tome claims qa"),
-    ("whole_softmax cloze_weight claim_mask", "claims qa"),
-    ("passage_length vocab save_every eval_mentions schedule", "")) for name in names.split()}
+# Settings that some stages do not read: BATCH-TOME is the same for TOME-1 and TOME-2.
+NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
+                           "entity_weight", "memory_fraction", "whole_softmax", "cloze_weight",
+                           "claim_mask", "schedule"},
+            "tome": {"whole_softmax", "cloze_weight", "claim_mask", "schedule"},
+            "claims": {"schedule"}, "qa": {"schedule"}}
+LIMITS = {      # the least and the most of a number, where it is not 1 to 65,536, or 0 to 1
+    "n_block_batch": (0, 65536), "n_entities": (0, 10 ** 9), "vocab_size": (1, 10 ** 7),
+    "n_blocks": (1, 2), "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),
+    "passage_length": (8, 65536), "max_length": (16, 65536), "coref_entities": (1, 10 ** 9),
+    "log_every": (1, 10 ** 9), "save_every": (1, 10 ** 9), "steps": (0, 10 ** 9), "lr": (1e-12, 10),
+    "dropout": (0, 0.9), "beta2": (0, 0.999999), "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100),
+    "cloze_weight": (0, 100)}
+CHOICES = {"memory_dtype": ("float16", "float32"), "gelu": ("none", "tanh"),
+           "memory": ("mentions", "entities", "none")}
+
+def check_values(values, flag):
+    """Raises UserError for a setting out of its range."""
+    for name, value in values.items():
+        least, most = LIMITS.get(name, (1, 65536) if isinstance(value, int) else (0, 1))
+        if isinstance(value, str) and value not in CHOICES[name]:
+            raise UserError(f"{flag}{name}={value}: it is one of {', '.join(CHOICES[name])}")
+        if type(value) in (int, float) and not least <= value <= most:          # NaN is neither
+            raise UserError(f"{flag}{name}={value}: it is from {least:g} to {most:g}")
+
+def preset(name, n_blocks=1, changes=None, bert=None):
+    """(Settings, Config) with the changes of --set. bert: all of the Config, from a pretrained one.
+    Raises UserError where these cannot be trained."""
+    values = PRESETS[name] | (changes or {}) | {"n_blocks": n_blocks} | (bert or {})
+    settings, config = (replace(defaults, **{name: values[name] for name in vars(defaults)
+                                             if name in values})
+                        for defaults in (Settings(), Config()))
+    check_values(vars(config) | vars(settings), "--set ")
+    for rule, holds in {
+            "hidden is even, and a multiple of n_heads": config.hidden % (2 * config.n_heads) == 0,
+            "n_block_batch is part of n_block": config.n_block_batch <= config.n_block,
+            "max_length is at most max_positions":
+                settings.max_length <= config.max_positions}.items():
+        if not holds:
+            raise UserError(f"--set: {rule}")
+    for name, value in (changes or {}).items():
+        if bert and bert.get(name, value) != value:
+            raise UserError(f"--set {name}: it is {bert[name]} in what --init names; leave it out")
+    return settings, config
 
 @dataclass
 class Run:
     out: Path
-    preset: str
-    seed: int
+    saved: dict                 # run.json
     settings: Settings
     config: Config
     corpus: data.Corpus
     tokenizer: object
     device: torch.device
-    init: str = None            # folder of the BERT that batch-tome starts from
-    saved: dict = None          # run.json
+
+    @property
+    def seed(self):
+        return self.saved["seed"]
+
+    @property
+    def init(self):
+        """The published weights that batch-tome starts from: a BERT's folder, or a file."""
+        return self.saved["init"]
 
     @property
     def is_baseline(self):
@@ -862,13 +793,24 @@ class Run:
     @property
     def is_published(self):
         """batch-tome comes trained, in a file of the paper's own code (--init FILE)."""
-        return self.saved is not None and "flax" in (self.saved["weights"] or {})
+        return "flax" in (self.saved["weights"] or {})
 
     @property
     def batch_tome_config(self):
         """BATCH-TOME has one memory layer, and perhaps fewer layers (tome.split_into_blocks)."""
         n_block = self.config.n_block_batch or self.config.n_block
         return replace(self.config, n_blocks=1, n_block=n_block)
+
+@contextmanager
+def intact(path, remedy):
+    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is damaged ({reason:.99}); {remedy}") from None
 
 def identity(recipe):
     """A recipe in one word: equal for equal recipes, whatever their order."""
@@ -882,7 +824,7 @@ def corpus_recipe(saved, appended):
     """Of run.json's corpus followed by these files. A text is known by its checksum, not its path:
     a corpus that has moved is the same one."""
     settings, _ = settings_of(saved)
-    return {"kind": "corpus", "format": FORMAT, "text": saved["text"], "appended": appended,
+    return {"kind": "corpus", "format": data.FORMAT, "text": saved["text"], "appended": appended,
             "passage_length": settings.passage_length, "max_length": settings.max_length,
             "vocab": saved["weights"]["vocab.txt"] if saved["init"] else settings.vocab}
 
@@ -890,7 +832,7 @@ def memory_recipe(run):
     """The memory is of the corpus with all that was appended; what is trained, without."""
     corpus = corpus_recipe(run.saved, run.saved["appended"])
     batch_tome = read_checkpoint(run.out / "batch-tome.pt")["recipe"]
-    return {"kind": "memory", "format": FORMAT, "memory_dtype": run.settings.memory_dtype,
+    return {"kind": "memory", "format": data.FORMAT, "memory_dtype": run.settings.memory_dtype,
             "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
 
 def schedule_of(run, kind):
@@ -930,10 +872,10 @@ def plan(run, kind, flags={}):
     if peak not in (None, lr[-1][1]):               # a stage goes on with another rate from here
         first = checkpoint["step"] if goes_on else 0
         chosen["lr"] = [change for change in lr if change[0] < first] + [[first, peak]]
-    recipe = {"kind": kind, "format": FORMAT, "seed": run.seed, "init": run.saved["weights"],
+    recipe = {"kind": kind, "format": data.FORMAT, "seed": run.seed, "init": run.saved["weights"],
               "made_from": made_from, "warmup": min(schedule.warmup, chosen["steps"] // 10),
               **chosen, **{name: value for name, value in settings.items()
-                           if kind in READ_BY.get(name, kind).split()}}
+                           if name not in NOT_READ[kind]}}
     if goes_on:
         old = old | {"lr": chosen["lr"]}            # another rate is no other stage
     if old:
@@ -961,13 +903,8 @@ def needs(there, path, kind, how="missing"):
         raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
                         f"--out {path.parent}")
 
-def save_checkpoint(path, **values):
-    """Whole or not at all; the old file stays until the new one is written."""
-    write_file(path, lambda file: torch.save(values, file))
-
 def read_checkpoint(path):
     """The dictionary of a .pt file. Objects are never unpickled."""
-    path = Path(path)
     needs(path.exists(), path, path.stem)
     with intact(path, TRAIN_AGAIN):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
@@ -975,27 +912,18 @@ def read_checkpoint(path):
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        recipe = checkpoint["recipe"]
-        if checkpoint.keys() != CHECKPOINT or recipe["format"] != FORMAT:
+        if checkpoint.keys() != CHECKPOINT or checkpoint["recipe"]["format"] != data.FORMAT:
             raise ValueError("it is of another format")
-        learning_rate(recipe, checkpoint["step"]), dict(recipe["made_from"])    # or TypeError
         return checkpoint
-
-def load_state(path, target, state):
-    """target.load_state_dict. Recipes agree by now: what does not fit is damage."""
-    with intact(path, TRAIN_AGAIN):
-        target.load_state_dict(state)
 
 def load_model(run, kind="tome"):
     """(model, fingerprint of its Mention Encoder) of a stage that is done."""
     path, (recipe, checkpoint) = run.out / f"{kind}.pt", plan(run, kind)
     needs(checkpoint, path, kind)
     needs(checkpoint["evaluated"] >= recipe["steps"], path, kind, "unfinished")
-    if kind == "batch-tome":
-        model = BatchTOME(TOME(run.batch_tome_config))
-    else:
-        model = TOME(run.config)
-    load_state(path, model, checkpoint["best"] or checkpoint["model"])
+    model = TOME(run.config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))
+    with intact(path, TRAIN_AGAIN):
+        model.load_state_dict(checkpoint["best"] or checkpoint["model"])
     return model.to(run.device).eval(), checkpoint["encoder"]
 
 def read_run_file(out):
@@ -1004,8 +932,8 @@ def read_run_file(out):
     needs(path.exists(), path, "tome")
     with intact(path, "choose another --out"):
         saved = read_json(path)
-        if saved.keys() != RUN.keys() or saved["format"] != FORMAT:
-            raise ValueError(f"format {saved.get('format')}, this version reads {FORMAT}")
+        if saved.keys() != RUN.keys() or saved["format"] != data.FORMAT:
+            raise ValueError(f"format {saved.get('format')}, this version reads {data.FORMAT}")
         settings_of(saved)
         return saved
 
@@ -1031,18 +959,10 @@ def settle(args):
         saved["text"] = checksum(corpus)
     elif not made:                      # later the tokenised one will do
         raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
-    if init and os.path.isfile(init):
-        saved["bert"], saved["weights"] = published_init(saved)
-    elif init and (os.path.exists(os.path.join(init, "config.json")) or not made):
-        bert = bert_config(init, preset(saved["preset"], saved["blocks"], saved["set"])[1])
-        saved["bert"] = asdict(bert)
-        saved["weights"] = {name: checksum(os.path.join(init, name)) for name in (
-            "vocab.txt", "model.safetensors", "pytorch_model.bin")
-            if os.path.exists(os.path.join(init, name))}
-    for name, value in saved["set"].items():
-        if saved["bert"] and saved["bert"].get(name, value) != value:
-            raise UserError(f"--set {name}: it is {saved['bert'][name]} in the BERT of --init "
-                            f"{init}; leave it out")
+    there = init and any(os.path.isfile(path) for path in (init, os.path.join(init, "config.json")))
+    if init and (there or not made):
+        saved["bert"], saved["weights"] = published_init(init, saved)
+    settings_of(saved)
     for name in RUN:
         if made and saved[name] != old[name]:
             if name in ("text", "weights", "bert"):
@@ -1050,28 +970,32 @@ def settle(args):
                                 f"{out} was started; choose another --out")
             raise UserError(f"{out} was started with --{name} {old[name]}, not {saved[name]}; "
                             "choose another --out")
-    settings_of(saved)
     return saved
 
-def published_init(saved):
-    """What run.json holds of a BATCH-TOME of the paper's own code: its dimensions, and checksums of
-    it and of the vocab.txt beside it. Raises UserError."""
-    init, blocks = saved["init"], saved["blocks"]
-    config, state, _ = load_flax(init, preset(saved["preset"], blocks, saved["set"])[1])
+def published_init(init, saved):
+    """What run.json holds of --init: the dimensions, and checksums of its files."""
+    _, config = preset(saved["preset"], saved["blocks"], saved["set"])
+    if os.path.isdir(init):
+        config = bert_config(init, config)
+        files = [Path(init) / name for name in ("model.safetensors", "pytorch_model.bin")]
+    else:
+        config, state, _, _ = read_published(init, config)
+        files = [Path(init)]
+        if "encoder.key.linear.weight" not in state or config.n_blocks > 1:
+            raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
+                            "--stage tome --start")
+        config = replace(config, n_blocks=saved["blocks"])
     vocab = beside(init, "vocab.txt")
-    if "encoder.key.linear.weight" not in state or config.n_blocks > 1:
-        raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
-                        "--stage tome --start")
-    if config.n_block % blocks:
-        raise UserError(f"--init {init}: its {config.n_block} layers are not {blocks} equal blocks")
     if vocab is None:
-        raise UserError(f"--init {init}: put the vocab.txt of its BERT beside it, for the paper's "
-                        "that of bert-base-uncased")
+        raise UserError(f"--init {init}: put the vocab.txt of its BERT there (of the paper's: that "
+                        "of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
-    if words != config.vocab_size:
-        raise UserError(f"{vocab} has {words:,} entries, {init} has {config.vocab_size:,}")
-    weights = {"vocab.txt": checksum(vocab), "flax": checksum(init)}
-    return asdict(replace(config, n_blocks=blocks)), weights
+    if words != config.vocab_size or config.n_block % config.n_blocks:
+        raise UserError(f"--init {init}: vocab.txt has {words:,} entries, it {config.vocab_size:,};"
+                        f" its {config.n_block} layers are {config.n_blocks} blocks")
+    weights = {"flax" if path.suffix not in (".safetensors", ".bin") else path.name: checksum(path)
+               for path in files if path.exists()}
+    return asdict(config), {"vocab.txt": checksum(vocab), **weights}
 
 def make_run(args):
     """The run of a command. The first process writes run.json and the tokenised corpus, where they
@@ -1080,11 +1004,10 @@ def make_run(args):
     folder = folder_of(out, corpus_recipe(saved, saved["appended"]))
     ann.barrier()
     if ann.rank_and_size()[0] == 0:
-        if not (out / "run.json").exists():
-            for path in out.glob("corpus-????????"):
-                if path != folder:
-                    raise UserError(f"{out}/run.json is missing, and {path} is of another command; "
-                                    "choose another --out")
+        others = [path for path in out.glob("corpus-????????") if path != folder]
+        if others and not (out / "run.json").exists():
+            raise UserError(f"{out}/run.json is missing, and {others[0]} is of another command; "
+                            "choose another --out")
         if saved["appended"] and not folder.exists():
             write_json(out / "run.json", saved | {"appended": []})
             raise UserError(f"{folder} is missing, and with it all that was appended; the same "
@@ -1097,23 +1020,18 @@ def make_run(args):
     return load_run(out, saved, args.device)
 
 def make_world(folder, seed):
-    """The toy world of that seed; recipe.json, written last, has the checksums of its files. A
-    world that is not as it was made is made again. Returns its corpus file."""
-    recipe = {"kind": "world", "format": FORMAT, "seed": seed}
-    try:
-        held = read_json(folder / "recipe.json")
-        whole = held.items() >= recipe.items() and held["files"] == checksums(folder)
-    except (OSError, ValueError, KeyError):
-        whole = False
-    if not whole:
-        say(f"No --corpus: making the toy world in {folder}.")
-        data.write_toy(folder, *data.toy_world(seed))
-        write_json(folder / "recipe.json", recipe | {"files": checksums(folder)})
+    """The toy world of that seed, made again where it is another's or damaged. Returns its corpus
+    file."""
+    with suppress(UserError):
+        if data.open_folder(folder, "toy world")["seed"] == seed:
+            return folder / "corpus.jsonl"
+    say(f"No --corpus: making the toy world in {folder}.")
+    part = folder.with_name("world.part")
+    for old in (part, folder):
+        data.remove(old)
+    data.write_toy(part, *data.toy_world(seed))
+    data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
     return folder / "corpus.jsonl"
-
-def checksums(folder):
-    """{name: checksum} of the files of a world."""
-    return {path.name: checksum(path) for path in sorted(folder.glob("*.jsonl"))}
 
 def make_corpus(out, saved, source, run=None):
     """Tokenises `source` into the corpus that run.json, `saved`, is to name. Of a `run`: its corpus
@@ -1139,10 +1057,10 @@ def make_corpus(out, saved, source, run=None):
 
 def with_appended(run, file):
     """This run, and its corpus followed by a file: tokenised, but run.json does not name it yet."""
-    crc, past = checksum(file), run.saved["appended"]
-    if crc in past:
+    crc32, past = checksum(file), run.saved["appended"]
+    if crc32 in past:
         return run
-    saved, n = run.saved | {"appended": [*past, crc]}, len(run.corpus.article)
+    saved, n = run.saved | {"appended": [*past, crc32]}, len(run.corpus.article)
     if ann.rank_and_size()[0] == 0:
         make_corpus(run.out, saved, file, run)
     ann.barrier()
@@ -1162,8 +1080,7 @@ def load_run(out, saved, device=None):
     entities = 0 if config.memory == "mentions" else len(corpus.entity_names)
     config = replace(config, vocab_size=words, n_entities=entities)
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
-    return Run(Path(out), saved["preset"], saved["seed"], settings, config, corpus, tokenizer,
-               choose_device(device), saved["init"], saved)
+    return Run(Path(out), saved, settings, config, corpus, tokenizer, choose_device(device))
 
 def open_run(out, task=None, device=None, search="exact", n_search=None):
     """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
@@ -1179,36 +1096,15 @@ def sweep(out, kind, keep):
             shutil.rmtree(path, ignore_errors=True)
 
 def log(out, record):
-    """Appends to log.jsonl, durably."""
+    """Appends to log.jsonl, durably. After a crash a step can stand there twice; the later counts."""
     if ann.rank_and_size()[0] == 0:
-        with open(out / "log.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        with open(os.open(out / "log.jsonl", flags, 0o644), "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":     # a torn line
+                file.write(b"\n")
+            file.write((json.dumps(record) + "\n").encode())
             os.fsync(file.fileno())
-
-def read_log(path):
-    """[(line, what it says)] of log.jsonl, without a last line that was cut off."""
-    lines = []
-    for n, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        with intact(f"{path}:{n}", "take this line out"):
-            record = json.loads(line)
-            record |= {"stage": str(record["stage"]), "step": int(record["step"])}
-            for value in record.values():
-                values = value.values() if isinstance(value, dict) else [value]
-                if not all(isinstance(v, str) or np.isfinite(v) for v in values):
-                    raise ValueError(f"{value} is no number")
-        lines.append((line, record))
-    return lines
-
-def trim_log(path, stage, step):
-    """Takes out what a stage that goes on writes again, and a line that was cut off."""
-    if path.exists():
-        kept = [line for line, record in read_log(path)
-                if record["stage"] != stage or record["step"] <= step]
-        if sum(map(len, kept)) < path.stat().st_size:
-            write_file(path, lambda file: file.writelines(kept))
 
 @contextmanager
 def alone_in(out):
@@ -1217,31 +1113,24 @@ def alone_in(out):
     if ann.rank_and_size()[0] > 0:
         yield
         return
-    is_new, folder = not os.path.exists(out), None
-    try:
-        os.makedirs(out, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be made ({error.strerror}); choose another") from None
+    os.makedirs(out, exist_ok=True)
+    folder = os.open(out, os.O_RDONLY)
     try:
         try:
             import fcntl            # not on Windows
-            folder = os.open(out, os.O_RDONLY)
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--out {out}: another train.py is at work there") from None
         except (OSError, ImportError):
             say(f"{out} cannot be locked: start no second train.py there.")
-        for path in Path(out).iterdir():
-            written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
-            if written and path.is_symlink():
-                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
+        for path in Path(out).glob("*.part"):
+            if path.is_symlink():               # nothing is written outside of --out
+                path.unlink()
         yield
     finally:
-        if folder is not None:
-            os.close(folder)
-        if is_new:
-            with suppress(OSError):     # it is not empty
-                os.rmdir(out)
+        os.close(folder)
+        with suppress(OSError):     # it is not empty
+            os.rmdir(out)
 
 # ---- Command line --------------------------------------------------------------------------------
 
@@ -1288,14 +1177,6 @@ def choose_device(name=None):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
-def at_least(least):
-    """An argparse type."""
-    def number(text):
-        if not text.isdecimal() or not least <= int(text) < 2 ** 63:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return int(text)
-    return number
-
 def one_setting(text):
     """NAME=VALUE -> (name, value), of the type that the field has."""
     known = {name: value for name, value in (vars(Settings()) | vars(Config())).items()
@@ -1312,8 +1193,8 @@ def one_setting(text):
 def add_search_arguments(parser):
     parser.add_argument("--search", choices=("exact", "bucketed"), default="exact",
                         help="of the memory (app. C.1)")
-    parser.add_argument("--n-search", type=at_least(1), help="buckets that --search bucketed looks "
-                        "into (default 32), of 4 sqrt(N) for N memories in a process")
+    parser.add_argument("--n-search", type=data.at_least(1), help="buckets that --search bucketed "
+                        "looks into (default 32), of 4 sqrt(N) for N memories in a process")
 
 def buckets(search, n_search):
     """How many buckets are searched; None: all memories are."""
@@ -1336,16 +1217,16 @@ def parse_arguments(argv):
     add("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     add("--task", choices=("claims", "qa"), help="of --stage finetune")
     add("--examples", metavar="FILE", help="to learn from (default: the toy world's, of one fact)")
-    add("--steps", type=at_least(1), help="of the stage named, instead of the preset's")
-    add("--batch", type=at_least(1), help="passages or examples a step, likewise")
+    add("--steps", type=data.at_least(0), help="of the stage named, instead of the preset's")
+    add("--batch", type=data.at_least(1), help="passages or examples a step, likewise")
     add("--lr", type=float, help="largest learning rate, likewise")
-    add("--seed", type=at_least(0))
+    add("--seed", type=data.at_least(0))
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--init", metavar="PATH", help="a BERT that batch-tome starts from, or "
-        "a BATCH-TOME file of the paper's own code, which is taken as trained")
+    add("--init", metavar="PATH", help="a BERT's folder that batch-tome starts from, or a "
+        "BATCH-TOME file of the paper's own code, which is taken as trained")
     add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
-    add("--start", metavar="FILE", help="start from the weights of this .pt file, or "
-        "of a TOME file of the paper's own code, or from scratch")
+    add("--start", metavar="FILE", help="start from the weights of this .pt file, or of a TOME "
+        "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
     add("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of "
         "Settings or Config, such as memory=entities (a baseline); may be repeated")
     add("--quiet", action="store_true", help="no report at the end")
@@ -1375,10 +1256,9 @@ def train(args):
     if args.start:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
     if args.task:
-        path = Path(args.examples or toy_examples(run, kind, split="train"))
+        path = Path(args.examples or toy_examples(run, kind))
         data.read_examples(path, kind)
-        files = [path, *dev_files(path)]
-        flags["examples"] = [checksum(file) for file in files]
+        flags["examples"] = [checksum(file) for file in (path, *dev_files(path))]
     kinds = ["tome"] if run.is_baseline else ["batch-tome", "memory", "tome"]
     if args.task:
         kinds.append(kind)
@@ -1390,20 +1270,16 @@ def train(args):
             make_memory(run)
             continue
         recipe, checkpoint = plan(run, name, flags if named else {})
-        if (name == "tome" and not checkpoint and not (named and args.steps)
-                and args.start not in (None, "scratch") and is_flax(args.start)):
-            recipe, _ = plan(run, name, {"start": flags["start"], "steps": 0})
         if checkpoint and checkpoint["evaluated"] >= recipe["steps"]:
             if named:
                 say(f"{name}: already trained ({run.out / name}.pt).")
-            continue
-        if recipe["steps"] == 0:
-            keep_published(run, recipe, args.start)
             continue
         if not named:
             say(f"Stage {name} comes first.")
         stage = STAGES[name](run, recipe, *([args.start, args.examples] if named else []))
         train_stage(run, stage, recipe, checkpoint)
+        if recipe["steps"] == 0:
+            say(f"{name}: taken as trained from {args.start if args.start and named else run.init}.")
         say(f"Stage {name} done in {time.time() - started:.0f} s.")
 
 def report(args):
@@ -1440,17 +1316,15 @@ def main(argv=None):
         say(str(stop))
         return 130
     except (UserError, CheckpointError, OSError) as error:
-        tqdm.write(data.printable(f"train.py: {error}"), file=sys.stderr)
-        return 1
+        return data.complain("train.py", error)
     except RuntimeError as error:           # neither gloo nor a full memory has an exception
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         if several and ("gloo" in str(error) or isinstance(error, dist.DistError)):
             reason = f"another process has ended or cannot be reached ({reason})"
         elif "allocate" not in str(error) and "out of memory" not in str(error):
             raise
-        tqdm.write(f"train.py: {reason}; the same command goes on from the last checkpoint",
-                   file=sys.stderr)
-        return 1
+        return data.complain("train.py", f"{reason}; the same command goes on from the last "
+                             "checkpoint")
     finally:
         if several and dist.is_initialized():
             dist.destroy_process_group()

@@ -14,8 +14,8 @@ import torch
 
 import data
 import train
-from encoder import CheckpointError, Config, Embeddings, MLMHead, TransformerBlock, bert_config, load_bert
-from tome import TOME, BatchTOME, coreference_loss, mlm_loss
+from encoder import CheckpointError, Config, Embeddings, MLMHead, TransformerBlock, bert_config
+from tome import TOME, BatchTOME, coreference_loss, mlm_loss, part_of, read_published
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", *LETTERS, *("##" + c for c in LETTERS)]
@@ -146,14 +146,16 @@ def write_corpus(path):
 
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
-    config, *states, mlm = load_bert(folder, Config(dropout=0.0))
-    embeddings, block = Embeddings(config), TransformerBlock(config, len(states[1]))
-    embeddings.load_state_dict(states[0])
-    for layer, state in zip(block.layers, states[1]):
-        layer.load_state_dict(state)
-    head = None if mlm is None else MLMHead(config)
+    config, state, lacks, _ = read_published(folder, Config(dropout=0.0))
+    state = part_of(state, "encoder.tome.")
+    embeddings, block = Embeddings(config), TransformerBlock(config, config.n_initial + config.n_block)
+    embeddings.load_state_dict(part_of(state, "embeddings."))
+    for i, layer in enumerate(block.layers):
+        above = f"blocks.0.transformer.layers.{i - config.n_initial}."
+        layer.load_state_dict(part_of(state, f"initial.layers.{i}." if i < config.n_initial else above))
+    head = None if "mlm" in lacks else MLMHead(config)
     if head is not None:
-        head.load_state_dict(mlm)
+        head.load_state_dict(part_of(state, "mlm."))
     return embeddings, block, head
 
 
@@ -218,12 +220,13 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     config = bert_config(folder, Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_blocks=n_blocks))
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
-    run = train.Run(tmp_path, "mini", 0, train.Settings(), config, corpus, tokenizer, torch.device("cpu"), folder)
+    saved = train.RUN | {"preset": "mini", "init": str(folder)}
+    run = train.Run(tmp_path, saved, train.Settings(), config, corpus, tokenizer, torch.device("cpu"))
     tome = train.new_batch_tome(run).tome
     tokens, mask = padded_passages()
     states, _ = bert_forward(tensors, tokens, mask)
     torch.testing.assert_close(tome(tokens, mask)[0][mask], states[-1][mask], atol=1e-5, rtol=0)
-    assert ("has no MLM head: made a fresh one" in capsys.readouterr().out) == (n_blocks == 2)
+    assert ("mlm" in capsys.readouterr().out) == (n_blocks == 2)
 
 
 def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_once(tmp_path, monkeypatch):
@@ -233,7 +236,7 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
                                                "save_every": 1, "eval_mentions": 4})
     attended, fitted = [], []
-    forward, fit, save = BatchTOME.forward, train.fit_retrieval, train.save_checkpoint
+    forward, fit, save = BatchTOME.forward, train.fit_retrieval, torch.save
 
     def watched_forward(self, batch, use_memory=True):
         attended.append(use_memory)
@@ -244,21 +247,21 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
         fit(model, batches)
         fitted.append((len(attended), not torch.equal(keys, model.encoder.key.linear.weight)))
 
-    def stop_after_the_third(path, **values):
-        save(path, **values)
-        if values["step"] == 3:
+    def stop_after_the_third(values, file):
+        if values["step"] == 4:
             raise KeyboardInterrupt
+        save(values, file)
 
     monkeypatch.setattr(BatchTOME, "forward", watched_forward)
     monkeypatch.setattr(train, "fit_retrieval", watched_fit)
-    monkeypatch.setattr(train, "save_checkpoint", stop_after_the_third)
+    monkeypatch.setattr(torch, "save", stop_after_the_third)
     command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
                "--out", str(tmp_path / "run"), "--steps", "4", "--batch", "8"]
     with pytest.raises(KeyboardInterrupt):
         train.main(command)
-    monkeypatch.setattr(train, "save_checkpoint", save)
+    monkeypatch.setattr(torch, "save", save)
     assert train.main(command) == 0
-    assert attended == [False, False, True, True] and fitted == [(2, True)]
+    assert attended == [False, False, True, True, True] and fitted == [(2, True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,23 +330,20 @@ def half_a_bin(folder):
 
 DAMAGES = {
     "no config.json": (remove("config.json"), r"config.json cannot be read"),
-    "no vocab.txt": (remove("vocab.txt"), r"vocab.txt cannot be read"),
     "no weights": (remove("model.safetensors"), "pytorch_model.bin cannot be read"),
-    "config.json is no JSON": (write("config.json", b"{"), "config.json is not a BERT's"),
-    "config.json is a list": (write("config.json", b"[]"), "config.json is not a BERT's"),
+    "config.json is no JSON": (write("config.json", b"{"), "config.json cannot be read"),
+    "config.json is a list": (write("config.json", b"[]"), "config.json cannot be read"),
     "config.json without layers": (without("num_hidden_layers"), "'num_hidden_layers'"),
     "another kind of model": (change(model_type="roberta"), "is that of a roberta model"),
     "another activation": (change(hidden_act="relu"), "relu"),
     "too few layers": (change(num_hidden_layers=0), "0 layers are too few"),
-    "a shorter vocab.txt": (write("vocab.txt", b"a\nb\n"), f"vocab.txt has not the {len(VOCAB)} entries"),
-    "another vocab_size": (change(vocab_size=7), "vocab.txt has not the 7 entries"),
     "a wrong shape": (change(intermediate_size=24),
-                      r"intermediate.dense.weight is \(20, 12\), config.json implies \(24, 12\)"),
-    "a missing layer": (change(num_hidden_layers=4), "no tensor encoder.layer.3"),
+                      r"up.weight is \(20, 12\), the rest of it implies \(24, 12\)"),
+    "a missing layer": (change(num_hidden_layers=4), "no tensor for encoder.tome.blocks.0.transformer.layers.2"),
     "a missing tensor": (other_tensors(lambda w: w.pop("encoder.layer.1.output.dense.bias")),
-                         "no tensor encoder.layer.1.output.dense.bias"),
-    "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "no tensor cls.predictions.bias"),
-    "an unknown type": (other_dtype, "has type U32, which is not supported"),
+                         "no tensor for encoder.tome.blocks.0.transformer.layers.0.down.bias"),
+    "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "no tensor for encoder.tome.mlm.bias"),
+    "an unknown type": (other_dtype, "it lacks 'U32'"),
     "a .bin that is none": (only_bin(b"not a checkpoint"), "pytorch_model.bin cannot be read"),
     "an empty .bin": (only_bin(b""), "pytorch_model.bin cannot be read"),
     "a truncated .bin": (only_bin(half_a_bin), "pytorch_model.bin cannot be read"),
@@ -358,7 +358,7 @@ DAMAGES = {
 def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, damage, message):
     damage(write_bert(tmp_path / "bert"))
     with pytest.raises(CheckpointError, match=message) as error:
-        load_bert(tmp_path / "bert", Config())
+        read_published(tmp_path / "bert", Config())
     assert "\n" not in str(error.value) and str(tmp_path / "bert") in str(error.value)
     assert not (tmp_path / "bert" / "harm").exists()
 
@@ -372,10 +372,10 @@ def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
                    (8 + header + len(whole)) // 2, len(whole) - 1]:
         file.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="model.safetensors cannot be read") as error:
-            load_bert(tmp_path, Config())
+            read_published(tmp_path, Config())
         assert "\n" not in str(error.value), length
     file.write_bytes(whole)
-    load_bert(tmp_path, Config())
+    read_published(tmp_path, Config())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     command = ["--stage", "batch-tome", "--preset", "mini", "--blocks", str(blocks), "--init", str(bert), "--corpus",
                str(write_corpus(tmp_path / "corpus.jsonl")), "--out", str(out), "--steps", "2", "--device", "cpu"]
     assert train.main(command) == 0
-    assert "has no MLM head: made a fresh one" in capsys.readouterr().out
+    assert "has no weights of blocks.0.memory_attention, mlm" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
     assert model["encoder.tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
     tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "tokenizer.json")
@@ -411,7 +411,7 @@ def test_a_dimension_that_the_bert_decides_cannot_be_set(tmp_path, capsys):
     command = ["--stage", "memory", "--init", str(bert), "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--set"]
     assert train.main([*command, "hidden=24"]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--set hidden: it is 12 in the BERT" in error
+    assert error.count("\n") == 1 and "--set hidden: it is 12 in what --init names" in error
     assert not (tmp_path / "run").exists()
 
 

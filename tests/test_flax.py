@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import train
-from encoder import CheckpointError, Config, load_flax
+from encoder import CheckpointError, Config
 from memory import BatchMemory, attention_weights
 from test_golden import batch_of, memory_of
-from tome import TOME, BatchTOME
+from tome import TOME, BatchTOME, read_published
 
 msgpack = pytest.importorskip("msgpack", reason="pip install msgpack")
 
@@ -170,8 +170,8 @@ def arrays_of(name):
 
 def model_of(file, arrays):
     """BatchTOME with the weights of the file and with the MLM head of the arrays, which is in no
-    weights file; load_flax's config and unused; names that are in neither."""
-    config, state, unused = load_flax(FLAX / file, Config())
+    weights file; read_published's config and unused; names that are in neither."""
+    config, state, _, unused = read_published(FLAX / file, Config())
     config.dropout = 0.0
     model = BatchTOME(TOME(config)).eval()
     head = "param/mlm_layer/"
@@ -255,7 +255,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
 @needs_files
 @pytest.mark.parametrize("name", ["batch_tome", "tome1", "tome2"])
 def test_exported_back_and_read_again_all_has_the_same_bits(name, tmp_path):
-    config, state, unused = load_flax(FLAX / name / "weights/step3", Config())
+    config, state, _, unused = read_published(FLAX / name / "weights/step3", Config())
     original = unpack((FLAX / name / "weights/step3").read_bytes())
     written = exported(state, config)
     folded = ("mention_projector", "final_query_projector") if "tome" == name[:4] else ()
@@ -265,7 +265,7 @@ def test_exported_back_and_read_again_all_has_the_same_bits(name, tmp_path):
         assert written[path].shape == original[path].shape
         assert written[path].tobytes() == original[path].tobytes(), path
     (tmp_path / "back").write_bytes(pack(written))
-    again, state_again, nothing = load_flax(tmp_path / "back", config)
+    again, state_again, _, nothing = read_published(tmp_path / "back", config)
     assert again == config and nothing == [] and state_again.keys() == state.keys()
     assert all(torch.equal(state[key], state_again[key]) for key in state)
 
@@ -273,7 +273,7 @@ def test_exported_back_and_read_again_all_has_the_same_bits(name, tmp_path):
 def test_our_own_weights_written_as_theirs_are_read_with_the_same_bits(blocks, tmp_path):
     config, state = random_tome(blocks) if blocks else random_batch_tome()
     (tmp_path / "step1").write_bytes(pack(exported(state, config)))
-    read, again, unused = load_flax(tmp_path / "step1", Config(k=8, dropout=0.0, init_std=0.2))
+    read, again, _, unused = read_published(tmp_path / "step1", Config(k=8, dropout=0.0, init_std=0.2))
     assert read == config and not unused and again.keys() == state.keys()
     assert all(torch.equal(state[key], again[key]) for key in state)
 
@@ -289,7 +289,7 @@ def test_a_training_checkpoint_has_heads_beside_and_an_optimizer_around_it(tmp_p
     arrays["opt_state/0/count"] = np.array(4, np.int32)
     arrays["step"] = np.array(4, np.int32)
     (tmp_path / "checkpoint_3").write_bytes(pack(arrays))
-    _, again, unused = load_flax(tmp_path / "checkpoint_3", config)
+    _, again, _, unused = read_published(tmp_path / "checkpoint_3", config)
     assert unused == ["linear_classifier"]
     kernel = again["encoder.tome.mlm.dense.weight"].numpy()
     assert np.array_equal(kernel, arrays["params/mlm_layer/dense/kernel"].T)
@@ -334,7 +334,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(content, tmp_path
     path = tmp_path / "step1"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as error:
-        load_flax(path, Config())
+        read_published(path, Config())
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     assert len(str(error.value)) < 300 + len(str(path))
 
@@ -343,9 +343,9 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
     for length in [*range(0, 60), *np.linspace(60, len(whole) - 1, 40).astype(int)]:
         path.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
-            load_flax(path, Config())
+            read_published(path, Config())
     path.write_bytes(whole)
-    load_flax(path, Config())
+    read_published(path, Config())
 
 def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refused(tmp_path):
     whole, path, rng = changed(), tmp_path / "step1", np.random.default_rng(0)
@@ -354,7 +354,7 @@ def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refuse
         damaged[at] ^= int(rng.integers(1, 256))
         path.write_bytes(damaged)
         try:
-            load_flax(path, Config())
+            read_published(path, Config())
         except CheckpointError as error:
             assert "\n" not in str(error)
 
@@ -365,16 +365,16 @@ def test_a_config_that_is_none_is_refused_in_one_sentence(text, tmp_path):
     (tmp_path / "weights" / "step1").write_bytes(changed())
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError) as error:
-        load_flax(tmp_path / "weights" / "step1", Config())
+        read_published(tmp_path / "weights" / "step1", Config())
     assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))     # beside vocab.txt
-    load_flax(tmp_path / "weights" / "step1", Config())
+    read_published(tmp_path / "weights" / "step1", Config())
 
 def test_without_msgpack_one_sentence_names_it(tmp_path, monkeypatch):
     (tmp_path / "step1").write_bytes(changed())
     monkeypatch.setitem(sys.modules, "msgpack", None)
     with pytest.raises(CheckpointError, match="pip install msgpack"):
-        load_flax(tmp_path / "step1", Config())
+        read_published(tmp_path / "step1", Config())
 
 
 # ---- --init and --start
@@ -420,7 +420,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
         str(out), "--blocks", str(blocks), *SMALL)
     said = capsys.readouterr().out
-    assert "has no weights of answer, claim, mlm: made fresh" in said
+    assert "has no weights of mlm, answer, claim: made fresh" in said
     assert "taken as trained" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["recipe"]["steps"] == saved["step"] == 0
@@ -428,9 +428,10 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     memory = next(out.glob("memory-*"))
     assert train.read_manifest(memory)["n"] == 24 and not (out / "log.jsonl").exists()
 
-    run("--stage", "tome", "--start", str(tmp_path / "tome"), "--out", str(out), "--quiet")
+    run("--stage", "tome", "--start", str(tmp_path / "tome"), "--steps", "0", "--out",
+        str(out), "--quiet")
     said = capsys.readouterr().out
-    assert "has no weights of claim, mlm: made fresh" in said
+    assert "has no weights of mlm, claim, key, value, coref: made fresh" in said
     assert "passed over memory_extraction_layer" in said
     saved = train.read_checkpoint(out / "tome.pt")
     assert saved["recipe"]["steps"] == 0
@@ -446,19 +447,13 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     run("--stage", "memory", "--out", str(out))
     assert "taken as trained" not in capsys.readouterr().out    # all is there already
 
-def test_fine_tuning_takes_a_published_tome_too_and_steps_train_on(tmp_path):
+def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path):
     init, _ = write_init(tmp_path / "init", n_block=4)
     config, tome = random_tome(1)
     (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
     out, corpus = str(tmp_path / "run"), write_corpus(tmp_path / "corpus.jsonl")
-    questions = write_questions(tmp_path / "qa.jsonl")
-    run("--stage", "finetune", "--task", "qa", "--examples", questions, "--preset",
-        "mini", "--init", init, "--corpus", corpus, "--out", out, "--start", str(tmp_path / "tome"),
-        "--steps", "1", "--batch", "4", "--quiet", *SMALL)
-    assert train.read_checkpoint(Path(out) / "tome.pt")["recipe"]["steps"] == 0
-    (Path(out) / "tome.pt").unlink()
-    run("--stage", "tome", "--start", str(tmp_path / "tome"), "--out", out, "--steps", "2",
-        "--batch", "8", "--quiet")
+    run("--stage", "tome", "--preset", "mini", "--init", init, "--corpus", corpus, "--out", out,
+        "--start", str(tmp_path / "tome"), "--steps", "2", "--batch", "8", "--quiet", *SMALL)
     assert train.read_checkpoint(Path(out) / "tome.pt")["step"] == 2
 
 @pytest.mark.parametrize("wrong, message", [
