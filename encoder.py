@@ -96,7 +96,8 @@ class SelfAttention(nn.Module):
         qkv = spread(self.qkv(x), at, attention_mask).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                              # each (B, heads, T, hd)
         scores = q * q.shape[-1] ** -0.5 @ k.mT                           # (B, heads, T, T)
-        scores = scores.masked_fill(~attention_mask[:, None, None, :], -torch.inf)
+        with torch.no_grad():       # padding gets weight 0, hence gradient 0: no copy is needed
+            scores.masked_fill_(~attention_mask[:, None, None, :], -torch.inf)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
         return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])   # (B T, hidden)[at]
 

@@ -208,7 +208,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         """Of a few passages: to encode all of them again would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
-        return MentionMemory.from_arrays(rows, run.device)
+        return MentionMemory(**rows, device=run.device)
 
     def evaluate():
         return evaluate_memory(run, model.tome, small_memory(), mentions)
@@ -282,7 +282,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     model, encoder = load_model(run)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     start_from(run, model, start)
-    examples, dev = read_task_examples(run, task, Path(examples or toy_examples(run, task)))
+    examples, dev = read_task_examples(run, task, Path(examples or toy_examples(run, task, split="train")))
     clozes, rng = [], np.random.default_rng([run.seed, 6])
     if task == "claims":        # unlearning labels that no example has brought toy claims to chance
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
@@ -648,7 +648,7 @@ def examples_batch(run, task, examples):
         examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
         claim_mask=task == "claims" and run.settings.claim_mask)
 
-def toy_examples(run, task, hops="one_hop", split="train"):
+def toy_examples(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not path.is_file():
@@ -1256,7 +1256,7 @@ def train(args):
     if args.start:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
     if args.task:
-        path = Path(args.examples or toy_examples(run, kind))
+        path = Path(args.examples or toy_examples(run, kind, split="train"))
         data.read_examples(path, kind)
         flags["examples"] = [checksum(file) for file in (path, *dev_files(path))]
     kinds = ["tome"] if run.is_baseline else ["batch-tome", "memory", "tome"]
