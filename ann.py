@@ -1,7 +1,6 @@
 """Search in the mention memory (§2.2.2, app. C): the k keys of largest dot product with a query.
 
     queries [Q, d], keys [N, d]  ->  scores [Q, k], ids [Q, k]            TopMem(Query(m)) of eq. 7
-
     plain_topk       the definition, in ten lines; it holds all Q x N scores
     exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
     BucketedIndex    keys in k-means buckets; a query searches its n_search best ones (app. C.1.2)
@@ -17,6 +16,7 @@ All torch.distributed code of the project is at the end of this file. Without an
 group, every function there does the same for the one process, without a copy.
 """
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ SAMPLE = 256            # points a cluster on which k-means learns
 
 def dot(queries, keys):
     """queries [..., Q, d], keys [..., N, d] -> float32 scores [..., Q, N], with gradient.
-
     In float32 also where training computes in bfloat16. That would round a score of 50 by up to
     0.125, and attention weights are exponentials of scores."""
     with torch.autocast(queries.device.type, enabled=False):
@@ -75,11 +74,10 @@ def ragged(count):
 
 def largest(passage):
     """The most keys of one passage: so many places of a top-k may be the query's own."""
-    return int(passage.unique(return_counts=True)[1].max())
+    return max(passage.unique(return_counts=True)[1].tolist(), default=0)
 
 def high_scores(scores, bar, rank):
     """Scores above their query's bar: (query, column, score [n]), bar [Q]. scores [Q, W].
-
     Beside the matrix product there is time to read the scores once. So only the maximum of each
     block of scores is taken, and only blocks with a maximum above the bar are looked into.
     bar None: one is set just below the rank-th largest maximum, so that `rank` scores pass it."""
@@ -105,11 +103,10 @@ def keep_best(best, candidates, query_passage, key_passage):
     not of the query's own passage. A candidate's id is above those in its row of best."""
     query, id, score = candidates
     if query_passage is not None:
-        allowed = take(key_passage, id, id.device) != query_passage[query]
+        own = query_passage[query]
+        allowed = (take(key_passage, id, id.device) != own) | (own < 0)
         query, id, score = query[allowed], id[allowed], score[allowed]
-    if len(query) == 0:
-        return best
-    order = (query * (id.max() + 1) + id).argsort()                          # by query, then by id
+    order = (query * 2 ** 40 + id).argsort()                                 # by query, then by id
     count = torch.bincount(query, minlength=len(best[0]))
     row, place = ragged(count)
     k, most = best[0].shape[1], int(count.max())
@@ -130,10 +127,8 @@ def in_parts(search, size, queries, query_passage):
 
 @torch.no_grad()
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The k best of all keys for every query (appendix C.1.1, but exact).
-
-    queries [Q, d]; keys [N, d], which need not fit in memory; query_passage [Q], key_passage [N].
-    Returns scores [Q, k], ids [Q, k] on the queries' device."""
+    """The k best of all keys for every query (app. C.1.1, but exact): scores, ids [Q, k].
+    queries [Q, d]; keys [N, d], which may lie on disk; query_passage [Q], key_passage [N]."""
     Q, N, device = len(queries), len(keys), queries.device
     if Q > QUERIES:
         return in_parts(lambda q, passage: exact_topk(q, keys, k, passage, key_passage),
@@ -141,29 +136,21 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     best = plain_topk(queries, queries[:0], k)                               # of no keys
     if Q == 0 or k == 0 or N == 0:
         return best
-    rank = k
-    if query_passage is not None:
-        query_passage = query_passage.masked_fill(query_passage < 0, -2)     # -2: no key has it
     # The first tile is larger: it alone has no bar to clear, and sets a high one.
     size = min(32768, max(8192, N // 16), N)
     later_size = min(size, max(1024, TILE // Q) // 512 * 512)        # odd sizes make maxima slow
+    rank = k if query_passage is None else k + largest(take(key_passage, slice(size), device))
     tile = torch.empty(Q * (size + BLOCK), device=device)
-    bar, start, found = None, 0, []
-    while start < N:
-        part = take(keys, slice(start, start + size), device).float()
-        n = len(part)
-        width = -(-n // BLOCK) * BLOCK
-        scores = tile[:Q * width].view(Q, width)
-        torch.mm(queries.float(), part.T, out=scores[:, :n])
-        scores[:, n:] = -INF
-        if start == 0 and query_passage is not None:
-            rank += largest(take(key_passage, slice(n), device))
+    bar, found = None, []
+    for start, end in pairwise([0, *range(size, N, later_size), N]):
+        part = take(keys, slice(start, end), device).float()
+        scores = tile[:Q * (-(-len(part) // BLOCK) * BLOCK)].view(Q, -1)       # whole blocks
+        torch.mm(queries.float(), part.T, out=scores[:, :len(part)])
+        scores[:, len(part):] = -INF
         (query, column, score), bar = high_scores(scores, bar, rank)
         found.append((query, start + column, score))
-        start += n
-        size = later_size
-        if start >= N or sum(len(query) for query, _, _ in found) > Q * k:     # worth a higher bar
-            best = keep_best(best, [torch.cat(x) for x in zip(*found)], query_passage, key_passage)
+        if end == N or sum(len(query) for query, _, _ in found) > Q * k:       # worth a higher bar
+            best = keep_best(best, map(torch.cat, zip(*found)), query_passage, key_passage)
             bar = bar.maximum(best[0][:, -1])
             found = []
     return best
@@ -181,15 +168,16 @@ def nearest(points, centroids):
         distance[i:i + 4096] = x.square().sum(1) - 2 * best      # |x|² - 2 (x·c - |c|²/2)
     return distance, cluster
 
-def fill_empty(distance, cluster, n_clusters):
-    """Moves into each empty cluster the point farthest from its centroid that is not alone there.
-    Changes `cluster`; returns {cluster: point}."""
-    moved = {}
-    for empty in (torch.bincount(cluster, minlength=n_clusters) == 0).nonzero()[:, 0].tolist():
+def assign(points, centroids):
+    """Each point's nearest centroid [N]. To each centroid that is nearest to none goes, and moves,
+    the point farthest from its own centroid that is not alone there. Changes `centroids`."""
+    distance, cluster = nearest(points, centroids)
+    for empty in (torch.bincount(cluster, minlength=len(centroids)) == 0).nonzero()[:, 0].tolist():
         alone = torch.bincount(cluster)[cluster] == 1
-        moved[empty] = int(distance.masked_fill(alone, -INF).argmax())
-        cluster[moved[empty]] = empty
-    return moved
+        point = int(distance.masked_fill(alone, -INF).argmax())
+        cluster[point] = empty
+        centroids[empty] = take(points, slice(point, point + 1), centroids.device)[0].float()
+    return cluster
 
 def sample_of(N, n_clusters, seed):
     """At most SAMPLE points a cluster out of N, chosen by seed: their numbers in order."""
@@ -199,37 +187,27 @@ def sample_of(N, n_clusters, seed):
 @torch.no_grad()
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
     """Lloyd's k-means: centroids [C, d], each point's nearest one [N] (int64). No cluster is empty.
-
     points [N, d], a tensor or a memory map; C = min(n_clusters, N). Centroids start at `init`
-    [C, d] or at points chosen by seed. They learn on at most SAMPLE points a cluster, for n_iters
-    steps or until nothing changes."""
+    [C, d] or at points chosen by seed. They learn on at most SAMPLE points a cluster."""
     C, device = min(n_clusters, len(points)), getattr(points, "device", "cpu")
     x = take(points, sample_of(len(points), C, seed), device).float()
     if init is None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
         init = x[order[:C].to(device)]
-    centroids, before = init.float().clone(), None
+    centroids = init.float().clone()
     for _ in range(n_iters):
-        distance, cluster = nearest(x, centroids)
-        fill_empty(distance, cluster, C)
-        if before is not None and torch.equal(cluster, before):
-            break
-        before = cluster
+        cluster = assign(x, centroids)
         # A GPU adds in no fixed order. In float64 the difference is lost when the mean is rounded.
         total = x.new_zeros(C, x.shape[1], dtype=torch.float64).index_add_(0, cluster, x.double())
         centroids = (total / torch.bincount(cluster, minlength=C)[:, None]).float()
-    distance, cluster = nearest(points, centroids)
-    for empty, point in fill_empty(distance, cluster, C).items():
-        centroids[empty] = take(points, slice(point, point + 1), device)[0].float()
+    cluster = assign(points, centroids)
     return centroids, cluster
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
-
     keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and buckets of
     keys and queries are chosen by the dot product with the centroids' directions. Centroids with
     their lengths would draw every query to the same few (python tests/bench.py buckets)."""
-
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         device = getattr(keys, "device", "cpu")
         sample = take(keys, sample_of(len(keys), n_clusters, seed), device).float()
@@ -241,10 +219,8 @@ class BucketedIndex:
         self.id = bucket.argsort(stable=True)                   # (N,) bucket after bucket
         self.keys = [take(keys, id, device).T.contiguous()      # C of (d, count)
                      for id in self.id.split(self.count.tolist())]
-        self.passage = None
-        if key_passage is not None and len(keys) > 0:
-            self.passage = take(key_passage, slice(None), device)
-            self.largest = largest(self.passage)
+        self.passage = None if key_passage is None else take(key_passage, slice(None), device)
+        self.largest = 0 if key_passage is None else largest(self.passage)
 
     @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
@@ -263,16 +239,14 @@ class BucketedIndex:
         # of the buckets: so a bucket is read once, for all who ask.
         bucket, order = probe.view(-1).sort(stable=True)                         # (R,)
         query = order // probe.shape[1]                                          # (R,)
-        blocks = torch.empty(int(width.sum()), BLOCK, device=device)
+        blocks, done = torch.empty(int(width.sum()), BLOCK, device=device), 0
         n_rows = torch.bincount(bucket, minlength=len(n_blocks)).tolist()
         asking_of = queries[query].float().split(n_rows)
-        done = 0
         for keys, asking, n in zip(self.keys, asking_of, n_blocks.tolist()):
-            if len(asking):
-                out = blocks[done:done + len(asking) * n].view(len(asking), -1)
-                torch.mm(asking, keys.float(), out=out[:, :keys.shape[1]])
-                out[:, keys.shape[1]:] = -INF
-                done += len(asking) * n
+            out = blocks[done:done + len(asking) * n].view(len(asking), n * BLOCK)
+            torch.mm(asking, keys.float(), out=out[:, :keys.shape[1]])
+            out[:, keys.shape[1]:] = -INF
+            done += len(asking) * n
         # Then they are put side by side, a row for each query.
         row, place = ragged(n_blocks[bucket])             # (B,) each block's row, and place in it
         before = (width.cumsum(1) - width).view(-1)[order]                       # (R,) blocks
@@ -281,19 +255,14 @@ class BucketedIndex:
         scores[at] = blocks
         slot = torch.zeros(scores.shape[:2], dtype=torch.int64, device=device)   # a block's first
         slot[at] = self.start[bucket[row]] + place * BLOCK
-        rank = k
-        if query_passage is not None:
-            query_passage = query_passage.masked_fill(query_passage < 0, -2)     # no key has it
-            rank += self.largest
+        rank = k if query_passage is None else k + self.largest
         (query, column, score), _ = high_scores(scores.flatten(1), None, rank)
         id = self.id[slot[query, column // BLOCK] + column % BLOCK]
         return keep_best(best, (query, id, score), query_passage, self.passage)
 
 # ---- several processes
 
-# What for -> bytes sent to other processes, gradients of gathered rows apart; whoever counts clears
-# it.
-bytes_sent = Counter()
+bytes_sent = Counter()      # what for -> to other processes, but for gradients of gathered rows
 
 def rank_and_size():
     """(which process this is, how many there are): (0, 1) without torch.distributed."""
@@ -315,16 +284,16 @@ def sum_gradients(parameters):
     a mean over all processes, so the sum is the gradient of the whole batch."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if rank_and_size()[1] > 1 and grads:
-        flat = torch.cat([grad.flatten() for grad in grads])
+        flat = torch.nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat)
         bytes_sent["gradients"] += flat.nbytes
-        for grad, summed in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(summed.view_as(grad))
+        torch.nn.utils.vector_to_parameters(flat, grads)
 
 def gather_counts(n, device):
-    """Everybody's n, a list."""
+    """Everybody's n, a number or a tensor of numbers: a list, or a list of lists."""
     rank, size = rank_and_size()
-    counts = torch.zeros(size, dtype=torch.int64, device=device)
+    n = torch.as_tensor(n, device=device)
+    counts = n.new_zeros(size, *n.shape)
     counts[rank] = n
     return sum_over_processes(counts, device).tolist()
 
@@ -334,8 +303,7 @@ def gather(x):
     if rank_and_size()[1] == 1:
         return x
     counts = gather_counts(len(x), x.device)
-    missing = x.new_zeros(max(counts) - len(x), *x.shape[1:])       # all_gather wants equal shapes
-    padded = torch.cat([x, missing])
+    padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])    # to equal shapes
     bytes_sent["gather"] += padded.nbytes * (len(counts) - 1)
     parts = all_gather(padded)
     return torch.cat([part[:n] for part, n in zip(parts, counts)])
@@ -351,18 +319,16 @@ def exchange(what, x, counts, back):
 @torch.no_grad()
 def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     """The k best for this process's queries of the k_shard best in every shard (app. C.1).
-
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
     queries [Q, d], query_passage [Q]; Q may differ between processes. Returns scores, ids [Q, k];
     ids go on from shard to shard. Exact if k_shard = k; with less, what a shard has beyond its
     k_shard best is lost. "Without a second top-k" (app. C.1.4) is k = k_shard × processes."""
-    rank, size = rank_and_size()
+    (rank, size), Q = rank_and_size(), len(queries)
     if size == 1:
         return best_of(*search(queries, k_shard, query_passage), k)
-    Q, counts = len(queries), gather_counts(len(queries), queries.device)
+    counts = gather_counts(Q, queries.device)
     offset = sum(gather_counts(n_local, queries.device)[:rank])
-    if query_passage is not None:
-        query_passage = gather(query_passage)
+    query_passage = None if query_passage is None else gather(query_passage)
     scores, ids = search(gather(queries), k_shard, query_passage)      # (queries of all, k_shard)
     ids = torch.where(ids < 0, ids, ids + offset)
     scores, ids = (exchange("candidates", x, counts, [Q] * size) for x in (scores, ids))
@@ -372,26 +338,22 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
 @torch.no_grad()
 def fetch(ids, tables):
     """Rows of sharded tables for ids [Q, k] of `sharded_topk`: tensors [Q, k, …], zeros for id -1.
-
     tables: this process's shards, tensors or memory maps, all of one length. A process asks once
     for a row that it needs, however often it needs it, and nothing else travels."""
-    rank, size = rank_and_size()
-    chosen = ids >= 0
-    if size == 1:
-        found = [take(table, ids[chosen], ids.device) for table in tables]
-    else:
-        counts = [0, *gather_counts(len(tables[0]), ids.device)]
-        start = torch.tensor(counts, device=ids.device).cumsum(0)
-        wanted, inverse = ids[chosen].unique(return_inverse=True)      # sorted, hence by process
+    (rank, size), device = rank_and_size(), ids.device
+    chosen, filled = ids >= 0, []
+    asked = ids[chosen]
+    if size > 1:
+        start = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
+        wanted, inverse = asked.unique(return_inverse=True)            # sorted, hence by process
         owner = torch.searchsorted(start, wanted, right=True) - 1
-        counts = torch.bincount(owner, minlength=size)
-        asked_counts = torch.empty_like(counts)
-        dist.all_to_all_single(asked_counts, counts)
-        counts, asked_counts = counts.tolist(), asked_counts.tolist()
-        asked = exchange("ids", wanted, counts, asked_counts) - start[rank]
-        found = [exchange("rows", take(table, asked, ids.device), asked_counts, counts)[inverse]
-                 for table in tables]
-    filled = [rows.new_zeros(*ids.shape, *rows.shape[1:]) for rows in found]
-    for table, rows in zip(filled, found):
-        table[chosen] = rows
+        counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who][from whom]
+        ours, theirs = counts[rank], [row[rank] for row in counts]
+        asked = exchange("ids", wanted, ours, theirs) - start[rank]
+    for table in tables:
+        rows = take(table, asked, device)
+        if size > 1:
+            rows = exchange("rows", rows, theirs, ours)[inverse]
+        filled.append(rows.new_zeros(*ids.shape, *rows.shape[1:]))
+        filled[-1][chosen] = rows
     return filled

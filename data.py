@@ -463,16 +463,15 @@ class Placed(NamedTuple):
     asked: bool         # the one mention of its row whose entity is the answer
     number: int         # which of the example's mentions; -1: the [MASK] at the end
 
-def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_length=512,
-                  claim_mask=False) -> Batch:
+def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
+                  max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
-    task: "claims", "qa" or None. claim_mask: claims end so too. entity_index: name -> number.
-    Among claims there may be clozes: no label, but the entity of one mention as answer. That
-    mention is masked, and no [MASK] stands at the end. What is behind max_length positions is cut
-    off (count_cut_mentions)."""
-    special, with_mask = special_ids(tokenizer), task == "qa" or claim_mask
-    room = max_length - 3 * with_mask
+    task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
+    no label, but the entity of one mention as answer, and that mention is masked. What is behind
+    max_length positions is cut off (count_cut_mentions)."""
+    special, is_question = special_ids(tokenizer), task == "qa"
+    room = max_length - 3 if is_question else max_length
     rows, masked_rows, placed = [], [], []
     for r, (example, passage) in enumerate(first_passages(examples, tokenizer, room)):
         ids, answered = passage.tokens.tolist(), False
@@ -486,7 +485,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
             for t in range(start + 1, end):     # markers of a mention inside stay
                 if is_answer and ids[t] not in (special[E_START], special[E_END]):
                     masked[t] = special[MASK]
-        if with_mask and not answered:
+        if is_question:
             placed.append(Placed(r, len(ids) - 1, len(ids) + 1, 0, True, -1))
             for tokens in (ids, masked):
                 tokens[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
@@ -506,7 +505,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32, max_
                   asked == 1, empty, empty, empty, number)
     if task == "claims":
         batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    if with_mask or any(e.answers for e in examples):
+    if is_question or any(e.answers for e in examples):
         known = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
         batch.answer = torch.tensor([answers[0] if answers else 0 for answers in known])
         batch.answer_mention = torch.full((len(examples),), -1)
@@ -861,7 +860,7 @@ def read_records(path, kind, make, errors=None):
             if line.startswith((b"[", b"<")):
                 raise ValueError("a JSON array, HTML or XML; write one JSON object a line")
             record = json.loads(line.decode())
-            if b"\\ud" in line.lower():     # JSON can spell half a pair, which no tokenizer can read
+            if b"\\ud" in line.lower():     # JSON can spell half a pair, which nothing can read
                 json.dumps(record, ensure_ascii=False).encode()
             check_fields(record, kind)
             yield make(record)

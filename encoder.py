@@ -37,7 +37,6 @@ class Config:
     n_initial: int = 4
     n_block: int = 8
     n_blocks: int = 1
-    n_block_batch: int = 0      # so many of n_block are trained by BATCH-TOME already; 0: all
     # The memory: sizes of keys, values and coreference encodings; memories that a mention attends
     # to, and that are summed for an answer (eq. 10). Of each k, every process offers k_shard.
     key_dim: int = 128
@@ -261,9 +260,9 @@ def bert_config(folder, config):
             raise ValueError(f"{n_layers} layers are too few for {config.n_blocks} blocks")
         return replace(config, vocab_size=bert["vocab_size"], hidden=bert["hidden_size"],
                        n_heads=bert["num_attention_heads"], intermediate=bert["intermediate_size"],
-                       max_positions=bert["max_position_embeddings"], n_block_batch=0,
-                       n_initial=n_layers - n_block, n_block=n_block,
-                       gelu=GELU[bert.get("hidden_act", "gelu")])
+                       max_positions=bert["max_position_embeddings"], gelu=GELU[
+                           bert.get("hidden_act", "gelu")], n_initial=n_layers - n_block,
+                       n_block=n_block)
 
 def load_bert(folder, config):
     """(config, state) of a BERT's folder: config.json, and model.safetensors or pytorch_model.bin.
@@ -328,7 +327,7 @@ def flax_config(path, arrays, config):
         config, vocab_size=size("embedder.embedders_token_ids.embedding"), gelu="tanh",
         max_positions=size("embedder.embedders_position_ids.embedding"),
         hidden=size("embeddings_layer_norm.bias"), intermediate=size(f"{layer}.mlp_block.mlp.bias"),
-        n_heads=size(f"{layer}.attention_block.attention_layer.query.bias"), n_block_batch=0,
+        n_heads=size(f"{layer}.attention_block.attention_layer.query.bias"),
         n_initial=n_layers("initial"), n_block=n_blocks * n_layers("final"), n_blocks=n_blocks,
         key_dim=size(f"{memory}.query_projector.bias"),
         value_dim=size(f"{memory}.update_layer.retrieval_projector.kernel"))

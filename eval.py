@@ -183,6 +183,9 @@ def example_of(run, text):
     bracketed = r"\[([^\[\]]+)\]"
     plain = re.sub(bracketed, r"\1", text)
     mentions = data.find_mentions(plain, run.corpus.entity_names + re.findall(bracketed, text))
+    if not mentions:
+        raise data.UserError(f"no mention in {text!r}: name an entity of the corpus, or put what "
+                             "is mentioned in [brackets]")
     return data.Example(plain, mentions, None, [], {})
 
 # ------------------------------------------------------ report and command line
@@ -221,7 +224,13 @@ def output(run, tome, memory, args):
         return [json.dumps(figures)]
     if task or not isinstance(memory, MentionMemory):
         return rows(figures)
-    return [*rows(figures), *show_masked(*model, 3)]
+    mentions, lines = train.sample_eval_mentions(run, 300), rows(figures)
+    for share in (0.1, 0.5):
+        part = memory.sample(share)
+        measured = train.masked_mentions(tome, run.corpus, part, mentions, run.device)
+        shares = [f"{kind} {x['accuracy']:.3f}" for kind, x in measured.items() if x["n"]]
+        lines.append(f"  with {share:.0%} of the memory: {', '.join(shares) or 'not measured'}")
+    return [*lines, *show_masked(*model, 3)]
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
@@ -237,9 +246,12 @@ def main(argv=None):
     kind.add_argument("--show", nargs="?", const="5", metavar="N|TEXT", help="what these retrieve")
     kind.add_argument("--ask", metavar="TEXT", help="answer a question or judge a claim")
     args = parser.parse_args(argv)
-    if args.ask or args.examples:
-        args.task = args.task or "qa"
-    args.show = args.ask or args.show
+    if args.ask:
+        args.task, args.show = args.task or "qa", args.ask
+    if args.examples and not args.task:
+        parser.error("--examples wants --task qa or --task claims")
+    if not 0 <= args.memory_fraction <= 1:
+        parser.error("--memory-fraction wants a number from 0 to 1")
     try:
         run, tome, memory = train.open_run(args.out, args.task, args.device, args.search,
                                            args.n_search)

@@ -323,26 +323,24 @@ def fit_retrieval(model, batches, self_score=20.0):
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
-    The n Transformer layers above it are dealt out to TOME's blocks in their order (or copied,
-    where there is one). Every memory layer starts as a copy of that one: with two from the first
-    step, the second never found a use, since one retrieval is enough there. Layers that BATCH-TOME
-    lacks (config.n_block_batch) go on top of each block."""
-    n = config.n_block_batch or config.n_block
-    from_batch = max(1, n // config.n_blocks)                       # layers of a block
+    The n_block Transformer layers above it are dealt out to TOME's blocks in their order (or
+    copied, where there is one). Every memory layer starts as a copy of that one: with two from the
+    first step, the second never found a use, since one retrieval is enough there."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
-    memory_layer = part_of(state, "blocks.0.memory_attention.")
     for block in range(config.n_blocks):
-        prefix = f"blocks.{block}."
-        for name, tensor in memory_layer.items():
-            weights[f"{prefix}memory_attention.{name}"] = tensor
+        parts = {"memory_attention.": "memory_attention."}
         for i in range(config.layers_a_block):
-            number = min(block * from_batch + min(i, from_batch - 1), n - 1)
-            layer = part_of(state, f"blocks.0.transformer.layers.{number}.")
-            if i >= from_batch:
-                layer = layer_that_adds_nothing(layer)
-            for name, tensor in layer.items():
-                weights[f"{prefix}transformer.layers.{i}.{name}"] = tensor
+            number = min(block * config.layers_a_block + i, config.n_block - 1)
+            parts[f"transformer.layers.{i}."] = f"transformer.layers.{number}."
+        for ours, theirs in parts.items():
+            for name, tensor in part_of(state, f"blocks.0.{theirs}").items():
+                weights[f"blocks.{block}.{ours}{name}"] = tensor
     return weights
+
+def part_of(state, prefix):
+    """The entries of a state dictionary below a prefix, named without it."""
+    return {name.removeprefix(prefix): tensor
+            for name, tensor in state.items() if name.startswith(prefix)}
 
 def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
@@ -380,18 +378,3 @@ def module_of(name):
         name = name.removeprefix(prefix)
     parts = name.split(".")
     return ".".join(parts[:3] if parts[0] == "blocks" else parts[:1])
-
-def part_of(state, prefix):
-    """The entries of a state dictionary below a prefix, named without it."""
-    return {name.removeprefix(prefix): tensor
-            for name, tensor in state.items() if name.startswith(prefix)}
-
-def layer_that_adds_nothing(layer):
-    """A Transformer layer's weights, changed so that its two sublayers add zero."""
-    changed = dict(layer)
-    for name, tensor in layer.items():
-        if name.startswith(("attention.out.", "down.")) or name.endswith("norm.bias"):
-            changed[name] = torch.zeros_like(tensor)
-        elif name.endswith("norm.weight"):
-            changed[name] = torch.ones_like(tensor)
-    return changed

@@ -81,7 +81,6 @@ class Settings:
     bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
     whole_softmax: bool = False     # questions: eq. 10 over the whole memory, not its k_answer
                                     # best: an answer far from these would get no gradient
-    claim_mask: bool = False        # claims end in a [MASK] mention as questions do
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     log_every: int = 1000
     save_every: int = 1000
@@ -105,8 +104,8 @@ PRESETS = {
             "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
-        hidden=96, n_heads=6, intermediate=192, n_block=4, n_block_batch=1, max_positions=128,
-        mention_rate=0.25, init_std=0.05, memory_from=0.3, whole_softmax=True, claim_mask=True,
+        hidden=96, n_heads=6, intermediate=192, n_block=1, max_positions=128, mention_rate=0.25,
+        init_std=0.05, memory_from=0.3, whole_softmax=True,
         log_every=200, save_every=200, eval_mentions=200, schedule={
             "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
@@ -282,7 +281,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
     model, encoder = load_model(run)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     start_from(run, model, start)
-    examples, dev = read_task_examples(run, task, Path(examples or toy_examples(run, task, split="train")))
+    path = Path(examples or toy_examples(run, task, split="train"))
+    examples, dev = read_task_examples(run, task, path)
     clozes, rng = [], np.random.default_rng([run.seed, 6])
     if task == "claims":        # unlearning labels that no example has brought toy claims to chance
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
@@ -645,8 +645,7 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
 def examples_batch(run, task, examples):
     """A batch of examples as this run reads them; task None: only their texts."""
     return data.example_batch(
-        examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length,
-        claim_mask=task == "claims" and run.settings.claim_mask)
+        examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length)
 
 def toy_examples(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
@@ -724,11 +723,11 @@ TRAIN_AGAIN = "remove it to train this stage again"
 # Settings that some stages do not read: BATCH-TOME is the same for TOME-1 and TOME-2.
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "memory_fraction", "whole_softmax", "cloze_weight",
-                           "claim_mask", "schedule"},
-            "tome": {"whole_softmax", "cloze_weight", "claim_mask", "schedule"},
+                           "schedule"},
+            "tome": {"whole_softmax", "cloze_weight", "schedule"},
             "claims": {"schedule"}, "qa": {"schedule"}}
 LIMITS = {      # the least and the most of a number, where it is not 1 to 65,536, or 0 to 1
-    "n_block_batch": (0, 65536), "n_entities": (0, 10 ** 9), "vocab_size": (1, 10 ** 7),
+    "n_entities": (0, 10 ** 9), "vocab_size": (1, 10 ** 7),
     "n_blocks": (1, 2), "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),
     "passage_length": (8, 65536), "max_length": (16, 65536), "coref_entities": (1, 10 ** 9),
     "log_every": (1, 10 ** 9), "save_every": (1, 10 ** 9), "steps": (0, 10 ** 9), "lr": (1e-12, 10),
@@ -756,7 +755,6 @@ def preset(name, n_blocks=1, changes=None, bert=None):
     check_values(vars(config) | vars(settings), "--set ")
     for rule, holds in {
             "hidden is even, and a multiple of n_heads": config.hidden % (2 * config.n_heads) == 0,
-            "n_block_batch is part of n_block": config.n_block_batch <= config.n_block,
             "max_length is at most max_positions":
                 settings.max_length <= config.max_positions}.items():
         if not holds:
@@ -797,9 +795,8 @@ class Run:
 
     @property
     def batch_tome_config(self):
-        """BATCH-TOME has one memory layer, and perhaps fewer layers (tome.split_into_blocks)."""
-        n_block = self.config.n_block_batch or self.config.n_block
-        return replace(self.config, n_blocks=1, n_block=n_block)
+        """BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks)."""
+        return replace(self.config, n_blocks=1)
 
 @contextmanager
 def intact(path, remedy):
@@ -1096,7 +1093,7 @@ def sweep(out, kind, keep):
             shutil.rmtree(path, ignore_errors=True)
 
 def log(out, record):
-    """Appends to log.jsonl, durably. After a crash a step can stand there twice; the later counts."""
+    """Appends to log.jsonl, durably. After a crash a step can stand there twice, equally."""
     if ann.rank_and_size()[0] == 0:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
         with open(os.open(out / "log.jsonl", flags, 0o644), "r+b", buffering=0) as file:
@@ -1279,7 +1276,8 @@ def train(args):
         stage = STAGES[name](run, recipe, *([args.start, args.examples] if named else []))
         train_stage(run, stage, recipe, checkpoint)
         if recipe["steps"] == 0:
-            say(f"{name}: taken as trained from {args.start if args.start and named else run.init}.")
+            source = args.start if args.start and named else run.init
+            say(f"{name}: taken as trained from {source}.")
         say(f"Stage {name} done in {time.time() - started:.0f} s.")
 
 def report(args):

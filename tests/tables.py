@@ -14,17 +14,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -36,7 +32,6 @@ FAILED = threading.Event()              # after it no other command begins
 SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO, KINDS, TASKS = "one_hop", "two_hop", ("seen", "unseen"), ("claims", "qa")
 
-
 def once(work):
     """work, called once for the same arguments; who asks meanwhile waits for its result."""
     results, locks = cache(work), defaultdict(threading.Lock)
@@ -46,14 +41,13 @@ def once(work):
             return results(*args)
     return ask
 
-
 def command(script, *args):
     """Runs a script of this project on one thread, once a core is free. What it printed."""
     line = [sys.executable, str(ROOT / script), *map(str, args)]
     with CORES:
         if FAILED.is_set():
             raise data.UserError("another command has failed")
-        print(time.strftime("%H:%M:%S"), script, *line[2:], file=sys.stderr, flush=True)
+        print(script, *line[2:], file=sys.stderr, flush=True)
         done = subprocess.run(line, env=os.environ | {"OMP_NUM_THREADS": "1"},
                               capture_output=True, text=True)
         if done.returncode:
@@ -61,7 +55,6 @@ def command(script, *args):
             said = (done.stderr.strip() or "failed").splitlines()
             raise data.UserError(f"{' '.join(line[1:])}: {said[-1]}")
     return done.stdout
-
 
 # ------------------------------------------------------------------------------------------ runs
 
@@ -78,11 +71,9 @@ BASES = {       # runs that begin with the BATCH-TOME and the memory of another 
     "tome-2": "tome-1", "no-entity-prediction": "tome-1", "from-warm-up": "tome-1",
     "from-scratch": "tome-1", "mlm-alone": "no-coreference"}
 
-
 @once
 def evaluate(folder, *args):
     return json.loads(command("eval.py", "--json", "--out", folder, *args))
-
 
 def train(folder, *args, base=None, without=()):
     """train.py; what was finished is not done again. base: begin with the files of that run."""
@@ -94,7 +85,6 @@ def train(folder, *args, base=None, without=()):
     command("train.py", "--quiet", "--out", folder, *args)
     return folder
 
-
 @once
 def world(out, seed):
     """The toy world's examples; and its corpus, but with nothing of the second world held out."""
@@ -104,7 +94,6 @@ def world(out, seed):
     lines = [line if line["title"] in seen else line | {"split": "train"} for line in lines]
     data.write_toy(folder, lines, examples)
     return folder
-
 
 @once
 def pretrained(out, name, seed):
@@ -118,7 +107,6 @@ def pretrained(out, name, seed):
     flags = [flag.format(out=out, seed=seed) for flag in RUNS[name]]
     return train(out / f"{name}-{seed}", "--stage", "tome", "--seed", seed, *flags, base=base,
                  without=("run.json", "tome.pt", "log.jsonl"))
-
 
 @once
 def finetuned(out, name, seed, task, hops):
@@ -136,11 +124,9 @@ def finetuned(out, name, seed, task, hops):
             more += ["--lr", 1e-3, "--start", first / "claims.pt"]
     return train(Path(folder), *flags, "--examples", examples, *more, base=base)
 
-
 # ---------------------------------------------------------------------------------------- tables
 # A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
 # or a figure of the paper. seeds: those of claims, questions and recall; the others have seed 0.
-
 
 def figure(out, name, seeds, task, hops, kind, key, *flags):
     """One figure of a fine-tuned run: a list of its values, one for each seed."""
@@ -148,11 +134,9 @@ def figure(out, name, seeds, task, hops, kind, key, *flags):
              for seed in seeds]
     return [cell[kind][key] for cell in cells if key in cell[kind]]
 
-
 def masked(out, name, kind):
     """The share of masked mentions that a run fills in rightly, seed 0."""
     return [evaluate(pretrained(out, name, 0))["masked_mention"][kind]["memory"]]
-
 
 def task_table(task, heads, paper, out, seeds):
     columns = ((ONE, "seen", "memory"), (ONE, "unseen", "memory"), (ONE, "seen", "fact_removed"),
@@ -164,7 +148,6 @@ def task_table(task, heads, paper, out, seeds):
                      *paper.get(name, [])])
     return rows
 
-
 def recall(out, seeds):
     rows = [["recall@20, questions", "one hop: seen", "unseen", "two hops: seen", "unseen",
              "paper: EntityQuestions"]]
@@ -175,7 +158,6 @@ def recall(out, seeds):
                               for hops in (ONE, TWO) for kind in KINDS), paper])
     return rows
 
-
 def sizes(out, seeds):
     """Figure 2: fine-tuned with the whole memory, evaluated with a part of it."""
     rows = [["fraction of the memory", "claims: seen", "unseen", "questions: seen", "unseen"]]
@@ -184,7 +166,6 @@ def sizes(out, seeds):
             (figure, out, "tome-1", [0], task, ONE, kind, "memory", "--memory-fraction", share)
             for task in TASKS for kind in KINDS)])
     return rows
-
 
 def unseen(out, seeds):
     """Table 5. all-entities has a corpus of its own, so the tests are given as files."""
@@ -199,7 +180,6 @@ def unseen(out, seeds):
             ["in training too", (accuracy, "all-entities", "claims"),
              (accuracy, "all-entities", "qa"), 17.4, 16.4]]
 
-
 def ablation(heads, runs, out, seeds):
     rows = [["", "masked mentions: seen", "unseen", "claims: seen", "unseen", "questions: seen",
              "unseen", *heads]]
@@ -209,9 +189,8 @@ def ablation(heads, runs, out, seeds):
                        for task in TASKS for kind in KINDS), *paper])
     return rows
 
-
 def retrieved(out, seeds):
-    """Attention on the same entity; on the facts that decide a claim; and of five claims."""
+    """Attention on the same entity, and on the facts that decide a claim."""
     def mass(name, stage, key):
         log = (pretrained(out, name, 0) / "log.jsonl").read_text().splitlines()
         return [[r for r in map(json.loads, log) if r["stage"] == stage][-1]["seen"][key]]
@@ -225,11 +204,6 @@ def retrieved(out, seeds):
     def share(name, hops, *fact):
         return [states(name, hops)[fact]] if fact in states(name, hops) else ""
 
-    def five_claims():
-        tests = world(out, 0) / "claims.two_hop.test.jsonl"
-        return command("eval.py", "--out", finetuned(out, "tome-2", 0, "claims", TWO), "--task",
-                       "claims", "--examples", tests, "--show", 5)
-
     rows = [["attention on the same entity", "visible", "masked", "paper", ""]]
     for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome", 41),
                                ("tome-1", "batch-tome", ""), ("tome-1", "tome", "")):
@@ -241,8 +215,7 @@ def retrieved(out, seeds):
         for name in ("tome-1", "tome-2"):
             rows.append([f"{name}, {hops}", *((share, name, hops, layer, n)
                                               for layer in (1, 2) for n in (1, 2))])
-    return [*rows, [(five_claims,)]]
-
+    return rows
 
 @torch.no_grad()
 def deciding(run, tome, memory, examples):
@@ -262,7 +235,6 @@ def deciding(run, tome, memory, examples):
                 hits[layer, n].append(any(entities.issuperset(fact) for entities in linked))
     return {cell: float(np.mean(values)) for cell, values in hits.items()}
 
-
 # ------------------------------------------------------------------------- printing, command line
 
 TABLES = {
@@ -281,27 +253,19 @@ TABLES = {
     "retrieved": retrieved}
 SEEDED = ("claims", "questions", "recall")
 
-
 def filled(tables):
     """{name: rows} with what the calls in their cells return, all of them made at once."""
     cells = [cell for rows in tables.values() for row in rows for cell in row]
     calls = [cell for cell in cells if isinstance(cell, tuple)]
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
         results = iter(list(pool.map(lambda call: call[0](*call[1:]), calls)))
-
-    def value(cell):
-        return next(results) if isinstance(cell, tuple) else cell
-    return {name: [[value(cell) for cell in row] for row in rows] for name, rows in tables.items()}
-
+    return {name: [[next(results) if isinstance(cell, tuple) else cell for cell in row]
+                   for row in rows] for name, rows in tables.items()}
 
 def print_table(title, rows):
     print(f"\n{title}")
-    widths = [max(11, len(head)) for head in rows[0][1:]]
     for label, *cells in rows:
-        texts = [f"{as_text(cell):<{width}}" for cell, width in
-                 zip_longest(cells, widths, fillvalue="")]
-        print(f"| {label:<42} | {' | '.join(texts)} |" if cells else label, flush=True)
-
+        print(f"| {label:<42} |", *(f"{as_text(cell):<14} |" for cell in cells), flush=True)
 
 def as_text(cell):
     """A list as mean ± standard deviation (n - 1: seeds are a sample); anything else as it is."""
@@ -309,20 +273,6 @@ def as_text(cell):
         return str(cell)
     spread = f" ± {np.std(cell, ddof=1):.2f}" if len(cell) > 1 else ""
     return f"{np.mean(cell):.2f}{spread}" if cell else "-"
-
-
-def plot(path, heading, rows):
-    """Figure 2 of the paper: the columns of rows (label "20%", values) against their labels."""
-    from matplotlib.figure import Figure        # optional: no display, only a file
-    figure = Figure()
-    axes = figure.subplots()
-    for name, *column in zip(heading[1:], *(row[1:] for row in rows)):
-        shares = [float(row[0].rstrip("%")) for row in rows]
-        axes.plot(shares, [np.mean(cell) for cell in column], "o-", label=name)
-    axes.set(xlabel=f"{heading[0]}, %", ylabel="accuracy", ylim=(0, 1.02))
-    axes.legend()
-    figure.savefig(path)
-
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="The paper's tables in miniature.")
@@ -333,23 +283,18 @@ def main(argv=None):
     args.out.mkdir(parents=True, exist_ok=True)
     names = list(TABLES) if args.table == "all" else [args.table]
     try:
-        for n in range(1, args.seeds + 1):      # what is known is shown after each seed
-            asked = [name for name in names if n == 1 or name in SEEDED]
-            tables = filled({name: TABLES[name](args.out, range(n)) for name in asked})
-            for name, rows in tables.items():
-                data.write_json(args.out / f"{name}.json", {"lines": rows})
-                print_table(name if n == 1 else f"{name}, {n} seeds", rows)
-        if "sizes" in names and find_spec("matplotlib"):
-            rows = data.read_json(args.out / "sizes.json")["lines"]
-            plot(args.out / "sizes.png", rows[0], rows[1:])
+        tables = {}
+        for name in names:
+            tables[name] = TABLES[name](args.out, range(args.seeds if name in SEEDED else 1))
+        for name, rows in filled(tables).items():
+            data.write_json(args.out / f"{name}.json", {"lines": rows})
+            print_table(name, rows)
         return 0
     except (data.UserError, OSError) as error:
-        print(f"tables.py: {error}", file=sys.stderr)
-        return 1
+        return data.complain("tables.py", error)
     except KeyboardInterrupt:
         print("tables.py: stopped; the same command goes on from there", file=sys.stderr)
         return 130
-
 
 if __name__ == "__main__":
     sys.exit(main())

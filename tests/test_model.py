@@ -67,25 +67,6 @@ def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memo
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("n_blocks, sources", [(1, [[0, None, None, None]]), (2, [[0, None], [0, None]])])
-def test_layers_that_batch_tome_lacks_only_normalise_at_first(n_blocks, sources):
-    config = replace(TINY, n_block=4, n_block_batch=1, n_blocks=n_blocks)
-    one, tome = TOME(replace(TINY, n_block=1, n_blocks=1)), TOME(config)
-    for parameter in one.parameters():
-        parameter += 0.1 * torch.randn_like(parameter)          # norms and biases too
-    tome.load_state_dict(split_into_blocks(one.state_dict(), config))
-    x = torch.randn(7, TINY.hidden)
-    for block, numbers in zip(tome.blocks, sources, strict=True):
-        for layer, number in zip(block.transformer.layers, numbers, strict=True):
-            if number is None:
-                expected = torch.stack([(row - row.mean()) / row.std(correction=0) for row in x])
-                assert torch.allclose(layer(x, torch.arange(7), torch.ones(1, 7, dtype=torch.bool)), expected, atol=1e-4)
-            else:
-                theirs = one.blocks[0].transformer.layers[number].parameters()
-                assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), theirs, strict=True))
-
-
-@torch.no_grad()
 def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
     torch.manual_seed(3)
     tome = TOME(TINY)
