@@ -720,12 +720,12 @@ RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}
 CHECKPOINT = {"recipe", "step", "evaluated", "sums", "best_score", "model", "optimizer",
               "processes", "best", "encoder"}
 TRAIN_AGAIN = "remove it to train this stage again"
-# Settings that some stages do not read: BATCH-TOME is the same for TOME-1 and TOME-2.
+# Settings that change no result, and those that a stage does not read: BATCH-TOME is the same for
+# TOME-1 and TOME-2.
+NO_RESULT = {"save_every", "eval_mentions", "schedule"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
-                           "entity_weight", "memory_fraction", "whole_softmax", "cloze_weight",
-                           "schedule"},
-            "tome": {"whole_softmax", "cloze_weight", "schedule"},
-            "claims": {"schedule"}, "qa": {"schedule"}}
+                           "entity_weight", "memory_fraction", "whole_softmax", "cloze_weight"},
+            "tome": {"whole_softmax", "cloze_weight"}, "claims": set(), "qa": set()}
 LIMITS = {      # the least and the most of a number, where it is not 1 to 65,536, or 0 to 1
     "n_entities": (0, 10 ** 9), "vocab_size": (1, 10 ** 7),
     "n_blocks": (1, 2), "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),
@@ -872,7 +872,7 @@ def plan(run, kind, flags={}):
     recipe = {"kind": kind, "format": data.FORMAT, "seed": run.seed, "init": run.saved["weights"],
               "made_from": made_from, "warmup": min(schedule.warmup, chosen["steps"] // 10),
               **chosen, **{name: value for name, value in settings.items()
-                           if name not in NOT_READ[kind]}}
+                           if name not in NO_RESULT | NOT_READ[kind]}}
     if goes_on:
         old = old | {"lr": chosen["lr"]}            # another rate is no other stage
     if old:
@@ -1095,12 +1095,13 @@ def sweep(out, kind, keep):
 def log(out, record):
     """Appends to log.jsonl, durably. After a crash a step can stand there twice, equally."""
     if ann.rank_and_size()[0] == 0:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        with open(os.open(out / "log.jsonl", flags, 0o644), "r+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            if size and file.seek(size - 1) >= 0 and file.read(1) != b"\n":     # a torn line
-                file.write(b"\n")
+        with open(out / "log.jsonl", "ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":           # a crash cut the last line off
+                    file.write(b"\n")
             file.write((json.dumps(record) + "\n").encode())
+            file.flush()
             os.fsync(file.fileno())
 
 @contextmanager
@@ -1110,6 +1111,7 @@ def alone_in(out):
     if ann.rank_and_size()[0] > 0:
         yield
         return
+    is_new = not os.path.exists(out)
     os.makedirs(out, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
@@ -1120,14 +1122,16 @@ def alone_in(out):
             raise UserError(f"--out {out}: another train.py is at work there") from None
         except (OSError, ImportError):
             say(f"{out} cannot be locked: start no second train.py there.")
-        for path in Path(out).glob("*.part"):
-            if path.is_symlink():               # nothing is written outside of --out
-                path.unlink()
+        for path in Path(out).iterdir():
+            is_written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
+            if is_written and path.is_symlink():
+                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
         yield
     finally:
         os.close(folder)
-        with suppress(OSError):     # it is not empty
-            os.rmdir(out)
+        if is_new:
+            with suppress(OSError):     # it is not empty
+                os.rmdir(out)
 
 # ---- Command line --------------------------------------------------------------------------------
 

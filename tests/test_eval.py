@@ -66,7 +66,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     stage = train.finetune_stage(loaded, recipe, examples=path)
     model, batch = stage.model.eval(), stage.next_batch(0)
     with torch.no_grad():
-        parts = {name: float(loss) for name, (_, loss) in stage.losses(batch).items()}
+        parts = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
     n = len(claims)
     assert parts.keys() == {"claims", "qa", "asked"} and (batch.answer > 0).tolist() == n * [False] + n * [True]
     training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "qa": [], "asked": []}

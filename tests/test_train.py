@@ -104,8 +104,8 @@ def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, sma
     assert equal(whole, weights(trained / f"{stage}.pt"))
 
     def strip(text):
-        return sorted(json.dumps({k: v for k, v in json.loads(line).items() if k != "tokens_per_second"})
-                      for line in text.splitlines())
+        return {json.dumps({k: v for k, v in json.loads(line).items() if k != "tokens_per_second"})
+                for line in text.splitlines()}
     assert strip(log) == strip((trained / "log.jsonl").read_text())
 
 def test_two_seeds_differ(tiny, small_world, tmp_path):
@@ -157,7 +157,7 @@ def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small
     folder = only(tmp_path, "memory")
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert sum(name.startswith("keys") for name in files) > 2
-    for name in ("manifest.json", "shard-00001.json", "keys-00001.npy"):
+    for name in ("meta.json", "keys-00001.npy"):
         (folder / name).unlink()
     part = folder.rename(f"{folder}.part")          # as a build that was cut off leaves it
     kept = (part / "keys-00000.npy").stat().st_mtime_ns
@@ -168,7 +168,7 @@ def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small
 @pytest.mark.parametrize("damage, words", [("flip", "damaged"), ("truncate", "damaged"), ("missing", "missing"),
                                            ("manifest", "damaged"), ("another encoder", "another mention encoder")])
 def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, damage, words):
-    name = "manifest.json" if damage in ("manifest", "another encoder") else "values-00000.npy"
+    name = "meta.json" if damage in ("manifest", "another encoder") else "values-00000.npy"
     file = only(trained, "memory") / name
     raw = bytearray(file.read_bytes())
     if damage == "flip":
@@ -221,7 +221,7 @@ def test_a_run_belongs_to_the_corpus_and_preset_that_it_was_started_with(trained
     assert run("--stage", "tome", "--corpus", small_world_copy, "--out", trained) == 1
     (tmp_path / "file").write_text("")
     assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path / "file") == 1
-    assert "cannot be made" in capsys.readouterr().err
+    assert f"{tmp_path / 'file'}: File exists" in capsys.readouterr().err
 
 def values_out_of_range():
     """For each field of Settings and Config, numbers below and above its range and no numbers."""
@@ -231,7 +231,7 @@ def values_out_of_range():
             continue
         bad = {bool: ["2", "maybe"], str: ["x", ""]}.get(type(value), ["-1", "1e30", "nan", "inf", "many"])
         yield from ((name, text) for text in bad)
-        if type(value) is int and name != "n_block_batch":
+        if type(value) is int:
             yield name, "0"
 
 @pytest.mark.parametrize("name, text", list(values_out_of_range()))
@@ -247,7 +247,7 @@ def test_a_value_out_of_range_is_one_sentence(name, text, capsys, tmp_path):
 
 @pytest.mark.parametrize("wrong, words", [
     ("n_heads=5", "n_heads"), ("hidden=100", "n_heads"), ("hidden=33 n_heads=3", "even"),
-    ("max_positions=32", "max_positions"), ("max_length=512", "max_positions"), ("n_block_batch=9", "n_block"),
+    ("max_positions=32", "max_positions"), ("max_length=512", "max_positions"),
     ("--lr 1e-30", "--lr"), ("--batch 10000000", "--batch"), ("--lr nan", "--lr"), ("--steps 10000000000", "--steps")])
 def test_after_a_setting_that_cannot_be_the_corrected_command_works_in_the_same_folder(
         tiny, small_world, tmp_path, capsys, wrong, words):
@@ -289,7 +289,7 @@ def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_p
         file = train.toy_examples(run, "qa")
         for damage in (b"", whole[file.name][:-9], whole[file.name].replace(b"a", b"e", 1)):
             file.write_bytes(damage)
-            with pytest.raises(data.UserError, match=f"{file} is damaged.*--stage tome"):
+            with pytest.raises(data.UserError, match=f"{file.parent} is missing or damaged.*{file.name}"):
                 train.toy_examples(run, "qa")
             train.make_world(tmp_path / "world", 0)
             again = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
@@ -312,15 +312,12 @@ def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_
     message = capsys.readouterr().err
     assert "held out" in message and message.count("\n") == 1
 
-def test_a_damaged_log_of_a_finished_stage_is_named(trained, small_world, capsys):
-    whole = (trained / "log.jsonl").read_text()
-    for junk in ("garbage", '{"stage": "tome", "step": 1e999}', '{"stage": "tome", "step": 4, "mlm": 1e999}',
-                 "[" * 100_000, '{"stage": "tome", "step": 4, "seen": [[]]}', '{"stage": "tome", "step": 4, "seen": {"n": {}}}'):
-        (trained / "log.jsonl").write_text(whole + junk + "\n")
-        with pytest.raises(data.UserError, match="log.jsonl:3 is damaged"):
-            train.read_log(trained / "log.jsonl")
-    (trained / "log.jsonl").write_text(whole + '{"stage": "to')         # cut off: no line at all
-    assert len(train.read_log(trained / "log.jsonl")) == 2
+def test_a_line_of_the_log_that_a_crash_cut_off_does_not_swallow_the_next_one(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"stage": "tome", "step": 4}\n{"stage": "to')
+    for step in (5, 6):
+        train.log(tmp_path, {"stage": "tome", "step": step})
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert lines[1] == '{"stage": "to' and [json.loads(lines[i])["step"] for i in (0, 2, 3)] == [4, 5, 6]
 
 def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
     """It sends and receives rows: of float16 in a memory of float16."""
@@ -403,7 +400,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage
     assert equal(before["model"], after["model"]) and (after["step"], after["evaluated"]) == (4, 4)
     again = (trained / "log.jsonl").read_text().splitlines()
     old, new = ({k: v for k, v in json.loads(lines[-1]).items() if k != "tokens_per_second"} for lines in (log, again))
-    assert old == new and len(log) == len(again)
+    assert old == new
 
 # -- what belongs together
 
@@ -454,13 +451,10 @@ def test_files_of_another_setting_are_refused_by_the_stages_that_read_it(trained
     else:
         assert code == 0
 
-def test_every_setting_belongs_to_some_stage(trained):
-    """… but those that change no result."""
-    read = {name for kinds in train.READ_BY.values() for name in kinds.split()}
-    assert read == set(train.STAGES)
-    assert train.READ_BY.keys() <= vars(train.Settings()).keys() | vars(train.Config()).keys()
-    assert {name for name, kinds in train.READ_BY.items() if not kinds} == {
-        "passage_length", "vocab", "save_every", "eval_mentions", "schedule"}
+def test_only_known_settings_are_left_out_of_a_recipe_and_fine_tuning_reads_all(trained):
+    known = vars(train.Settings()).keys() | vars(train.Config()).keys()
+    assert train.NOT_READ.keys() == train.STAGES.keys() and not train.NOT_READ["claims"] | train.NOT_READ["qa"]
+    assert train.NO_RESULT | set().union(*train.NOT_READ.values()) <= known
 
 def test_other_weights_of_the_bert_are_another_run(tiny, small_world, tmp_path):
     saved = dict(train.RUN, init="/bert", weights={"vocab.txt": 1, "model.safetensors": 2}, text=1)
@@ -642,7 +636,6 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     assert "passages of" not in capsys.readouterr().out
 
     after = data.Corpus(only(trained, "corpus"))
-    assert after.n_trained == len(before.article)
     both.write_text(small_world.read_text() + more.read_text())
     built = data.Corpus.build(both, tmp_path / "both", tokenizer, 64, 128)
     for array in data.Corpus.ARRAYS:
