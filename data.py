@@ -27,9 +27,8 @@ import sys
 import tempfile
 import zlib
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -824,7 +823,7 @@ def open_text(path) -> Iterator[str]:
 def check_fields(record, kind, where=""):
     """Raises ValueError "field: reason" for the first field that is not what it should be."""
     if type(record) is not dict:
-        raise ValueError(f"{where or 'the line'}: not a JSON object")
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
     for field, wanted in FIELDS[kind].items():
         name = field.rstrip("?")
         if name != field and record.get(name) is None:
@@ -865,7 +864,8 @@ def read_records(path, kind, make, errors=None):
             check_fields(record, kind)
             yield make(record)
         except (ValueError, RecursionError) as error:
-            message = f"{path}:{n}: {error}"
+            is_json = not isinstance(error, (json.JSONDecodeError, RecursionError))
+            message = f"{path}:{n}: {error if is_json else f'not JSON, {error}'}"
             if errors is None:
                 raise UserError(message + "; correct this line or take it out") from error
             errors.append(message)
@@ -886,7 +886,8 @@ def read_examples(path, task) -> list:
         label = record.get("label") if task == "claims" else None
         label = None if label is None else CLAIM_LABELS.index(label)
         answers = record["answers"] if task == "qa" else []
-        info = {name: v for name, v in record.items() if name not in FIELDS[task]}
+        known = {*FIELDS[task], "mentions"}
+        info = {name: value for name, value in record.items() if name not in known}
         return Example(text, read_mentions(record, text), label, answers, info)
 
     examples = list(read_records(path, task, example))
@@ -1040,7 +1041,10 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
 def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
     if str(path).endswith(".json"):
-        tokenizer = Tokenizer.from_file(str(path))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:      # tokenizers raises nothing more precise
+            raise UserError(f"{path}: not a tokenizer ({error})") from error
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
         unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
@@ -1104,6 +1108,8 @@ class Corpus:
         all that is new is held out. Raises UserError for a bad line, a file without a text or a
         linked mention."""
         part = f"{os.path.normpath(folder)}.part"
+        if os.path.lexists(folder):
+            raise UserError(f"{folder}: exists; choose another folder, or remove it")
         remove(part)
         os.makedirs(part)
         try:
@@ -1221,491 +1227,333 @@ def encodings_of(path, tokenizer):
 
 # ---------------------------------------------------------------- Wikipedia
 
-# mwparserfromhell makes a tree of a section's markup, and prose() makes a text of the tree. In it a
-# link is "\1 its number \2 what it shows \3", and "\4" is what was left out: XML cannot hold these
-# characters, so the text around them can be tidied. Only names of English Wikipedia are known.
-
-# Markup that is never closed takes the parser quadratic time, a hostile page of a megabyte hours.
-# Articles stay below these lengths (characters) and this number of "{{" and "[[" that are never
-# closed in a section; what goes beyond is cut off and counted.
-MAX_ARTICLE, MAX_SECTION, MAX_UNCLOSED = 300_000, 30_000, 100
+# mwparserfromhell parses the wikitext of a section. Then a link is marked "\1 target \2 shown \3":
+# XML cannot hold these characters, so the text around them can be tidied, and at last the marks
+# become mentions. Only sections, templates and namespaces of English Wikipedia are known.
+#
+# The parser takes quadratic time where markup is never closed. So a section is left out if it is
+# longer than this, or leaves more "{{", "[[" and "<" open.
+MAX_SECTION, MAX_UNCLOSED = 50_000, 100
+# Pictures, categories and the same article in another language show nothing where they stand.
 IN_MARGIN = re.compile(r"\s*(?i:file|image|category)\s*:|\s*[a-z]{2,3}(-[a-z]+)*:(?! )")
-ELSEWHERE = re.compile(
-    r"[a-z]+:(?! )|(?i:(media|special|user|wikipedia|project|wp|file|image|mediawiki|template|help|"
-    r"category|portal|book|draft|timedtext|module)( talk)?|talk|wiktionary|commons) *:")
-DISAMBIGUATION = re.compile(
-    r"\{\{\s*(([\w -]+ )?disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]|__DISAMBIG__", re.I)
-# Templates that are part of a sentence, and what of them is said: {{lang|la|homo}} is "homo".
-SAID = {"convert": slice(2), "cvt": slice(2), "lang": slice(-1, None), "transl": slice(-1, None)}
-SAID |= dict.fromkeys("nihongo nowrap small smaller flag angbr".split(), slice(1))
-HEADING = re.compile(r"^=.*=[ \t]*$", re.M)
-MARK = re.compile("\1(\\d+)\2([^\3]*)\3")
-NO_PROSE = (r"(?:ref|references|math|chem|nowiki|gallery|timeline|imagemap|pre|source|score|hiero|"
-            r"graph|syntaxhighlight|mapframe|templatestyles|inputbox|table)\b")
+# The start of a title in another namespace or wiki, but not of "Alien: Resurrection".
+ELSEWHERE = re.compile(r"[A-Za-z ]+:(?! )")
+# Templates of a page that lists the meanings of a name.
+AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
+# Tags that go with what is in them.
+HIDDEN = "ref references math chem nowiki pre source hiero syntaxhighlight mapframe table".split()
 BEFORE_PARSING = [(re.compile(pattern, re.I | re.S | re.M), new) for pattern, new in (
-    (r"<!--.*?(?:-->|\Z)", ""), (r"<br[^<>]*>", " "),
-    (rf"</?(?!{NO_PROSE})[a-z][^<>]*>", ""),                # tags around prose
-    (rf"<(?!/?{NO_PROSE}[^<>]*>)", "&lt;"),                 # no tag
-    (r"^[ :*#]+(?=\{\|)", ""),                              # a table in a list
+    (r"<!--.*?(?:-->|\Z)|^[ :*#]+(?=\{\|)", ""),            # comments; what indents a table
+    (r"<br[^<>]*>", " "),
+    # Templates that are part of a sentence: {{convert|5|to|6|mi|km}} of {{lang|la|homo}}.
+    (r"\{\{(?:convert|cvt)\|([^{}|]*)\|(?:(to|and|-)\|([^{}|]*)\|)?([^{}|]*)[^{}]*\}\}",
+     r"\1 \2 \3 \4"),
+    (r"\{\{(?:nihongo|flag)\|([^{}|]*)[^{}]*\}\}", r"\1"),
+    (r"\{\{(?:lang|transl|nowrap|small|smaller|angbr)\|(?:[^{}\[\]]*\|)?"
+     r"((?:\[\[[^\[\]]*\]\]|[^{}|])*)\}\}", r"\1"),
     # A section without prose ends at the next heading that is no deeper.
     (r"^(=+) *(?:references|notes|notes and references|references and notes|footnotes|citations|"
      r"sources|works cited|bibliography|further reading|external links|see also|gallery) *\1[ \t]*$"
      r".*?(?=^(?!\1=)=|\Z)", "==\n"))]
 AFTER_PARSING = [(re.compile(pattern, re.M), new) for pattern, new in (
     ("\3([a-z]+)", "\\1\3"),                                # [[bus]]es
-    (r"\x04|''+|__[A-Z]+__|</?[a-zA-Z][^<>\1-\3]*>", ""),
-    (r"\{[{|][^\n\1-\3]*|\[\[|\]\]|\}\}|\|\}", ""),         # never closed: takes its line along
+    # What was never closed; a table or template takes its line along.
+    (r"''+|__[A-Z]+__|</?[a-zA-Z][^<>\1-\3]*>|\{[{|][^\n\1-\3]*|\[\[|\]\]|\}\}|\|\}", ""),
     ("[ \t\xa0\u2009]+", " "),
-    (r"\( ?(?:[;,] ?)+", "("), (r"\( ?\) ?", ""),          # of "Plato ( ; {{IPA|…}} ) was"
-    (r" (?=[,.;)](?: |$))", ""),
-    (r"^[*#:; ]+| +$", ""), (r"^(?:-+|[|=].*)$", ""))]      # marks of lists; rules, rows of a table
+    (r"\( ?(?:[;,] ?)+", "("),                              # of "Plato ( ; {{IPA|…}}) was"
+    (r"\( ?\) ?", ""),
+    (r" (?=[,.;)](?: |$))|^[*#:; ]+| +$|^-+$|^[|=].*$", ""))]       # lists, rules, rows of a table
 
-def read_dump(path, warn=lambda sentence: None):
+def read_dump(path, say_language=False):
     """Streams (title, kind, redirect's target, wikitext) of the pages of an XML dump, plain or bz2.
-
-    warn(sentence) is called for a dump that is not in English. Raises UserError."""
-    parser, root, n_read = ElementTree.XMLPullParser(["start", "end"]), None, 0
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
+    Nothing may stand before <mediawiki>: a <!DOCTYPE> would define entities there."""
     try:
         with open(path, "rb") as raw:
             file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
-            while chunk := file.read(1 << 18):
-                # Nothing may stand before <mediawiki>: a <!DOCTYPE> would define entities there.
-                if root is None and not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", chunk):
-                    raise UserError(f"{path}: does not begin as a MediaWiki dump does; unpack a "
-                                    "zip, gz, xz or 7z; a web page or a <!DOCTYPE> is no dump")
-                parser.feed(chunk)
-                n_read += len(chunk)
-                for event, element in parser.read_events():
-                    if root is None:
-                        root = element
-                        if root.get("{http://www.w3.org/XML/1998/namespace}lang", "en") != "en":
-                            warn(f"{path}: not English; only English sections and templates "
-                                 "are known")
-                    if event == "end" and element.tag.rpartition("}")[2] == "page":
-                        yield read_page(element)
-                        root.clear()                        # or the whole dump stays in memory
-                        n_read = 0
-                if n_read > 1 << 25:                        # MediaWiki itself stops at 2 MB
-                    raise UserError(f"{path}: a page of over 32 MB; give a dump as published")
-            parser.close()
-    except (ElementTree.ParseError, EOFError) as e:
-        raise UserError(f"{path}: not a whole MediaWiki dump ({e}); download it again") from e
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror or e}); check the file") from e
-
-def read_page(element):
-    parts = {part.tag.rpartition("}")[2]: part for part in element.iter()}
-    title, namespace, text = (parts[name].text or "" if name in parts else ""
-                              for name in ("title", "ns", "text"))
-    target = parts["redirect"].get("title", "") if "redirect" in parts else None
-    if namespace not in ("", "0") or ELSEWHERE.match(title):
-        kind = "other namespace"
-    elif target is not None:
-        kind = "redirect"
-    elif title.endswith(" (disambiguation)") or DISAMBIGUATION.search(text[-5000:]):
-        kind = "disambiguation page"
-    else:
-        kind = "article" if text.strip() else "empty page"
-    return canonical(title), kind, target, text
+            head = file.read(1000)
+            if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
+                raise UserError(f"{path}: does not begin as a MediaWiki dump does (plain or bz2)")
+            if say_language and re.search(rb'xml:lang="(?!en")', head):
+                print(f"{path}: only English sections and templates are known", file=sys.stderr)
+            file.seek(0)
+            parsed = ElementTree.iterparse(file, ["start", "end"])
+            _, root = next(parsed)
+            for event, element in parsed:
+                if event == "end" and element.tag.rpartition("}")[2] == "page":
+                    title = canonical(element.findtext("{*}title", ""))
+                    text = element.findtext("{*}revision/{*}text", "")
+                    redirect, kind, target = element.find("{*}redirect"), "article", ""
+                    if element.findtext("{*}ns", "0") != "0":
+                        kind = "other namespace"
+                    elif redirect is not None:
+                        kind, target = "redirect", canonical(redirect.get("title", ""))
+                    elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text[-5000:]):
+                        kind = "disambiguation page"
+                    yield title, kind, target, text
+                    root.clear()                            # or the whole dump stays in memory
+    except (ElementTree.ParseError, EOFError, OSError) as e:
+        raise UserError(f"{path}: cannot be read as a MediaWiki dump ({e}); is it whole?") from e
 
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
     title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
     return title[:1].upper() + title[1:]
 
-def link_target(written, redirects, ambiguous):
-    """(entity or None, what becomes of a link whose target is written so)."""
-    name = written.strip(" _:").replace("_", " ")
-    entity = canonical(name)
-    for _ in range(5):                                      # a longer chain is a circle
-        entity = redirects.get(entity, entity)
-    if IN_MARGIN.match(name) or ELSEWHERE.match(name) or ELSEWHERE.match(entity):
-        return None, "to another namespace or wiki"
-    if not entity or entity in redirects or re.search("[<>{}\n\4]", entity):
-        return None, "to no article"
-    if entity in ambiguous or entity.endswith(" (disambiguation)"):
-        return None, "to a disambiguation page"
-    return entity, "kept"
-
-def prose(code, link) -> str:
-    """The text of parsed wikitext; link(node) is what stands for a link."""
-    parts = []
-    for node in code.nodes:
-        kind = type(node).__name__
-        if kind == "Wikilink":
-            parts.append(link(node))
-        elif kind == "Template":
-            values = [param.value for param in node.params if not param.showkey]
-            said = values[SAID.get(str(node.name).strip().lower(), slice(0))]
-            if len(said) == 2 and str(said[1]).strip() in ("to", "and", "-"):
-                said = values[:4]                           # {{convert|50|to|60|km|mi}}
-            parts.append(" ".join(prose(value, link) for value in said) or "\4")
-        elif kind == "ExternalLink" and node.brackets:
-            parts.append(prose(node.title, link) if node.title else "\4")
-        elif kind in ("Text", "HTMLEntity", "ExternalLink") or str(node)[:1] in "*#:;-":
-            parts.append(str(node))                         # the marks of lists are nodes as well
-        else:
-            parts.append("\4")                              # a table, a reference, a formula
-    return "".join(parts)
-
-def read_article(wikitext, redirects, ambiguous, counts) -> list:
-    """[(text, mentions)] of an article's paragraphs; counts grows by links that are not kept."""
+def read_article(wikitext) -> tuple:
+    """([(text, links)] of an article's paragraphs, how many of its sections were left out).
+    A link is a Mention whose entity is still as the editor wrote it."""
     import mwparserfromhell
-    entities, paragraphs = [], []
-
-    def link(node):
-        title = str(node.title)
-        entity, fate = link_target(title, redirects, ambiguous)
-        shown = prose(node.text, link).rpartition("|")[2].replace("\n", " ") if node.text else ""
-        if not shown.strip("\4 "):
-            shown = title.strip(" :#")
-        if IN_MARGIN.match(title):                          # but [[:Category:…]] is shown
-            shown = "\4"
-        if entity and "\1" not in shown:                    # of nested links the inner one counts
-            entities.append(entity)
-            return f"\1{len(entities) - 1}\2{shown}\3"
-        counts["links: " + (fate if not entity else "to no article")] += 1
-        return shown
-
-    if len(wikitext) > MAX_ARTICLE:
-        counts["pages cut off"] += 1
-    for section in HEADING.split(substitute(BEFORE_PARSING, wikitext[:MAX_ARTICLE])):
-        n_unclosed = section.count("{{") - section.count("}}") + \
-            section.count("[[") - section.count("]]")
-        if len(section) > MAX_SECTION or n_unclosed > MAX_UNCLOSED:
-            counts["sections cut off"] += 1
-            section = section[:MAX_SECTION] if n_unclosed <= MAX_UNCLOSED else ""
-        try:
-            code = mwparserfromhell.parse(section, skip_style_tags=True)
-            marked = substitute(AFTER_PARSING, html.unescape(prose(code, link)))
-        except (RecursionError, mwparserfromhell.parser.ParserError):
-            counts["sections cut off"] += 1
+    paragraphs, n_left_out = [], 0
+    for pattern, new in BEFORE_PARSING:
+        wikitext = pattern.sub(new, wikitext)
+    for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
+        n_open = len(re.findall(r"\{\{|\[\[|<", section)) - len(re.findall(r"\}\}|\]\]|>", section))
+        if len(section) > MAX_SECTION or n_open > MAX_UNCLOSED:
+            n_left_out += 1
             continue
+        code = mwparserfromhell.parse(section, skip_style_tags=True)
+        for tag in code.ifilter_tags():
+            if str(tag.tag).strip().lower() in HIDDEN:
+                tag.contents = ""
+        for link in code.ifilter_wikilinks():
+            title = " ".join(str(link.title).split())
+            if IN_MARGIN.match(title):                      # but [[:Category:…]] is shown
+                link.text = ""
+            elif not link.text or not link.text.strip():
+                link.text = f"\1{title}\2{title.strip(':#')}\3"
+            elif not link.text.filter_wikilinks():          # of nested links the inner one counts
+                link.text.insert(0, f"\1{title}\2")
+                link.text.append("\3")
+        marked = code.strip_code(collapse=False)
+        for pattern, new in AFTER_PARSING:
+            marked = pattern.sub(new, marked)
         for paragraph in re.split("\n\n+", marked.strip("\n")):
-            if any(c.isalnum() for c in paragraph):
-                paragraphs.append(unmark(paragraph, entities))
-    return paragraphs
+            text, links = "", []
+            for part in re.split("[\1\3]", paragraph):
+                target, mark, shown = part.rpartition("\2")
+                if mark:
+                    start = len(text) + len(shown) - len(shown.lstrip())
+                    links.append(Mention(start, start + len(shown.strip()), target))
+                text += shown
+            paragraphs.append((text, links))
+    return paragraphs, n_left_out
 
-def substitute(patterns, text):
-    for pattern, new in patterns:
-        text = pattern.sub(new, text)
-    return text
+def wiki(path, out, extend=True, workers=1) -> Counter:
+    """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
+    if importlib.util.find_spec("mwparserfromhell") is None:
+        raise UserError("data.py wiki needs a package: pip install mwparserfromhell")
+    counts, redirects = Counter(), {}
+    for title, kind, target, text in read_dump(path, say_language=True):    # redirects may be last
+        counts.update({"pages": 1, "pages: " + kind: 1, "links": text.count("[[")})
+        if kind in ("redirect", "disambiguation page"):
+            redirects[title] = target                       # "": to no article
 
-def unmark(marked, entities):
-    """(text, mentions) of a paragraph in which links are marked."""
-    parts = MARK.split(marked)                              # plain, number, shown, plain, …
-    text, mentions = parts[0], []
-    for number, shown, plain in zip(parts[1::3], parts[2::3], parts[3::3]):
-        start = len(text) + len(shown) - len(shown.lstrip())
-        end = len(text) + len(shown.rstrip())
-        if start < end:
-            mentions.append(Mention(start, end, entities[int(number)]))
-        text += shown + plain
-    return text, mentions
+    def articles():
+        pages = ((title, text) for title, kind, _, text in read_dump(path) if kind == "article")
+        ignore = (signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is for the main process
+        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=ignore) as pool:
+            while batch := list(islice(pages, 64 * workers)):       # a dump is larger than memory
+                titles, texts = zip(*batch)
+                for title, (paragraphs, n_left_out) in zip(titles, pool.map(read_article, texts)):
+                    counts["sections left out"] += n_left_out
+                    yield title, paragraphs
+
+    progress = tqdm(articles(), total=counts["pages: article"], leave=False, disable=None)
+    return write_corpus(out, progress, counts, extend, redirects)
+
+def resolve(links, redirects, counts) -> list:
+    """The links to articles, as Mentions of these. counts: what became of each link."""
+    kept, end = [], 0
+    for link in links:
+        entity = canonical(link.entity.strip(" :"))
+        for _ in range(5):                                  # a longer chain is a circle
+            entity = redirects.get(entity, entity)
+        fate = "to no article"
+        if ELSEWHERE.match(entity):
+            fate = "to another namespace or wiki"
+        elif end <= link.start < link.end and entity not in redirects and \
+                re.search(r"^[^<>{}]+(?<!\(disambiguation\))$", entity):
+            fate = "kept"
+            kept.append(link._replace(entity=entity))
+            end = link.end
+        counts["links: " + fate] += 1
+    return kept
+
+def write_corpus(out, articles, counts, extend, redirects={}) -> Counter:
+    """Writes (title, [(text, links)]) of articles as lines, gzipped where `out` ends in .gz.
+    Prints the counts: every "[[" is kept, or dropped for a reason."""
+    def write(file):
+        is_gzip = str(out).endswith(".gz")                  # mtime: the same bytes each time
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as f:
+            for title, paragraphs in articles:
+                linked = [(text, resolve(links, redirects, counts))
+                          for text, links in paragraphs if re.search(r"\w", text)]
+                for text, mentions in extend_mentions(title, linked) if extend else linked:
+                    counts.update({"texts": 1, "mentions": len(mentions)})
+                    links = [mention._asdict() for mention in mentions]
+                    line = {"title": title, "text": text, "mentions": links}
+                    f.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf8", "replace"))
+
+    write_file(out, write)
+    told = sum(n for what, n in counts.items() if what.startswith("links: "))
+    counts["links: outside the prose"] = counts["links"] - told
+    for what, n in sorted(counts.items()):
+        print(f"{what:<46}{n:>12,}")
+    return counts
 
 def names_for(shown, entity) -> list:
-    """[(name, only where a sentence starts)]: what means `entity` after a link that reads `shown`.
-
-    Its title without a bracket; `shown` if the title ends in it ("Einstein", but not "population"
-    for "Demographics of Albania"). A common noun has its capital only where a sentence starts."""
+    """What means `entity` after a link that reads `shown`: its title without a bracket, and `shown`
+    if the title ends in it ("Einstein", but not "population" for "Demographics of Albania").
+    A name in small letters is a common noun: it has a plural, and a capital in places."""
     base = re.sub(r" \([^()]*\)$", "", entity)
-    if not shown[0].islower():
-        names = [(base, False)]
-        if base.endswith(" " + shown) and " of " not in base and base.istitle():
-            names.append((shown, False))
-    elif base != entity and " " not in base:
-        names = []                      # [[state (polity)|state]] is also a verb
-    else:
-        names = [(base[0].lower() + base[1:], False), (base[0].upper() + base[1:], True)]
-        if shown == names[0][0] + "s":
-            names += [(name + "s", at_start) for name, at_start in names]
-    return [(name, at_start) for name, at_start in names if len(name) > 2 and name[0].isalnum()]
+    names = [base]
+    if shown[0].islower():
+        noun = base[0].lower() + base[1:]
+        names = [noun, base]
+        if base != entity and " " not in base:
+            names = []                  # [[state (polity)|state]] is also a verb
+        elif len(base) > 4 or shown == noun + "s":
+            names += [noun + "s", base + "s"]
+    elif base.endswith(" " + shown) and " of " not in base and base.istitle():
+        names.append(shown)
+    return [name for name in names if len(name) > 2 and name[0].isalnum()]
 
-def stands_alone(text, start, end, at_start) -> bool:
-    """Is text[start:end] no part of a compound ("dog-like") or a longer name ("North Karovia")?"""
-    before, after = text[max(0, start - 40):start], text[end:end + 2]
-    if before.endswith("-") or re.match(r"-?\w", after):
-        return False
-    starts_sentence = re.search(r"(^|[.!?:;\n])[\"'( ]*$", before) is not None
-    if at_start or not text[start].isupper():
-        return starts_sentence or not at_start
-    after_name = before.endswith(" ") and before[:-1].rpartition(" ")[2][:1].isupper()
-    before_name = after[:1] == " " and after[1:].isupper()
-    return not before_name and (starts_sentence or not after_name)
+def find_names(text, start, stop, known) -> Iterator[Mention]:
+    """Names in text[start:stop], the longest first, but no parts: "dog-like", "North Karovia"."""
+    for word in re.compile(r"\b\w+").finditer(text, start, stop):
+        first, names = word.start(), known.get(word[0], {})
+        before = text[max(0, first - 40):first]
+        for name in sorted(names, key=len, reverse=True):
+            end = first + len(name)
+            part = before.endswith("-") or re.match(r"-?\w", text[end:end + 2])
+            if name[0].isupper():
+                part = part or re.search(r"(?<!\S)[A-Z][^\s.!?:;]* $", before) or \
+                    re.match(" [A-Z]", text[end:end + 2])
+            if text.startswith(name, first) and not part and start <= first and end <= stop:
+                yield Mention(first, end, names[name])
+                start = end
 
 def extend_mentions(title, paragraphs) -> list:
     """Links what repeats the page's title or an earlier link: Wikipedia links only the first.
-
-    paragraphs: [(text, mentions)], as is the result. Of several names the longest is taken."""
-    known = {}                          # first word -> {name: (entity, only at a sentence's start)}
+    paragraphs: [(text, mentions)], as is the result."""
+    known = {}                          # the first word -> {name: entity}
 
     def learn(shown, entity):
-        for name, at_start in names_for(shown, entity):
+        for name in names_for(shown, entity):
             names = known.setdefault(re.match(r"\w+", name)[0], {})
-            is_title = name in names and names[name][0] == title
-            if not is_title and len(names) < 100:   # some pages have thousands of "List of …"
-                names[name] = entity, at_start
+            if names.get(name) != title and len(names) < 100:   # or thousands of "List of …"
+                names[name] = entity
 
     learn(title, title)
     if title[1:].islower():                                 # "Anarchism": a name or a common noun
         learn(title.lower(), title)
     result = []
     for text, mentions in paragraphs:
-        found, linked, end = [], deque(mentions), 0
-        words = [(word.start(), word[0]) for word in re.finditer(r"\w+", text)]
-        for start, word in words + [(len(text), "")]:
-            while linked and linked[0].start <= start:      # a link is known from its own end on
-                found.append(linked.popleft())
-                end = found[-1].end
-                learn(text[found[-1].start:end], found[-1].entity)
-            limit = linked[0].start if linked else len(text)
-            names = known.get(word, {}) | known.get(word[:-1], {})      # a plural, perhaps
-            for name in sorted(names, key=len, reverse=True):
-                entity, at_start = names[name]
-                stop = start + len(name)
-                if len(name) > 4 and text[stop:stop + 1] == "s" and (at_start or name[0].islower()):
-                    stop += 1
-                if end <= start and stop <= limit and text.startswith(name, start) and \
-                        stands_alone(text, start, stop, at_start):
-                    found.append(Mention(start, stop, entity))
-                    end = stop
-        result.append((text, found))
+        found, start = [], 0
+        for link in mentions:
+            found += [*find_names(text, start, link.start, known), link]
+            start = link.end
+            learn(text[link.start:start], link.entity)
+        result.append((text, [*found, *find_names(text, start, len(text), known)]))
     return result
 
-def corpus_lines(title, paragraphs, extend, counts) -> list:
-    """The lines of the corpus of an article: [{"title", "text", "mentions"}, …]."""
-    n_links = sum(len(mentions) for _, mentions in paragraphs)
-    if extend:
-        paragraphs = extend_mentions(title, paragraphs)
-    counts["links: kept"] += n_links
-    counts["mentions added"] += sum(len(mentions) for _, mentions in paragraphs) - n_links
-    counts["texts written"] += len(paragraphs)
-    return [{"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
-            for text, mentions in paragraphs]
-
-def _start_worker(*arguments):
-    global _arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is for the main process
-    _arguments = arguments
-
-def _convert_page(page):
-    """(lines, counts) of a page, in a worker."""
-    (title, kind, _, text), (redirects, ambiguous, extend) = page, _arguments
-    counts, lines, left = Counter(), [], "on a page left out"
-    if kind == "article":
-        paragraphs = read_article(text, redirects, ambiguous, counts)
-        lines, left = corpus_lines(title, paragraphs, extend, counts), "outside the prose"
-    told = sum(n for what, n in counts.items() if what.startswith("links: "))
-    counts.update({"links": text.count("[["), "links: " + left: text.count("[[") - told,
-                   "pages": 1, "pages: " + kind: 1})
-    return lines, counts
-
-def wiki(path, out, extend=True, workers=1) -> Counter:
-    """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
-    def lines():                        # in two passes: redirects may stand last
-        redirects, ambiguous = {}, set()
-        for title, kind, target, _ in read_dump(path, lambda text: print(text, file=sys.stderr)):
-            if kind == "redirect":
-                redirects[title] = canonical(target)
-            elif kind == "disambiguation page":
-                ambiguous.add(title)
-        pages = iter(tqdm(read_dump(path), unit=" pages", leave=False, disable=None))
-        try:
-            with ProcessPoolExecutor(workers, initializer=_start_worker,
-                                     initargs=(redirects, ambiguous, extend)) as pool:
-                while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
-                    for some_lines, some_counts in pool.map(_convert_page, batch, chunksize=4):
-                        counts.update(some_counts)
-                        yield from some_lines
-        except BrokenProcessPool as e:
-            raise UserError(f"{path}: a worker died, perhaps for want of memory; take fewer") from e
-        if not counts["pages"]:
-            raise UserError(f"{path}: holds no page; give a pages-articles dump")
-
-    if importlib.util.find_spec("mwparserfromhell") is None:
-        raise UserError("data.py wiki needs a package: pip install mwparserfromhell")
-    if workers < 1:
-        raise UserError("--workers: at least 1")
-    counts = Counter()
-    return write_corpus(out, lines(), counts)
-
-def write_corpus(out, lines, counts):
-    """Writes the lines, gzipped where `out` ends in .gz (no time in it), then prints the counts."""
-    def write(file):
-        is_gzip = str(out).endswith(".gz")
-        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as f:
-            for line in lines:
-                text = json.dumps(line, ensure_ascii=False) + "\n"
-                f.write(text.encode("utf-8", "replace"))       # half a surrogate pair, in KILT
-
-    write_file(out, write)
-    for what, n in sorted(counts.items()):
-        print(f"{what:<46}{n:>12,}")
-    return counts
-
-def kilt_page(page) -> list:
-    """[(text, mentions)] of a page of KILT's knowledge source:
-
-    {"wikipedia_title", "text": [paragraph, …], "anchors": [{"paragraph_id", "start", "end",
-    "wikipedia_title" or "href"}, …]}; "Section::::Wars." is a heading, "BULLET::::- x" an item."""
-    paragraphs = []
-    anchors = sorted(page["anchors"], key=lambda anchor: anchor["start"])
-    for i, text in enumerate(page["text"]):
-        mark = re.match(r"\s*(BULLET::::([-*]|\d+\.)?)?\s*", text).end()
-        body, mentions, free_from = text[mark:].rstrip(), [], 0
-        if not body or body.startswith("Section::::") or i == 0 and body == page["wikipedia_title"]:
-            continue
-        for anchor in anchors:
-            target = anchor.get("wikipedia_title") or unquote(anchor["href"])
-            start, end = anchor["start"] - mark, anchor["end"] - mark
-            entity, _ = link_target(target, {}, set())
-            if entity and anchor["paragraph_id"] == i and free_from <= start < end <= len(body):
-                mentions.append(Mention(start, end, entity))
-                free_from = end
-        paragraphs.append((body, mentions))
-    return paragraphs
-
 def kilt(path, out, extend=True) -> Counter:
-    """`data.py kilt`: the corpus of KILT's knowledge source, a page a line. Raises UserError."""
-    def lines():
+    """`data.py kilt`: the corpus of KILT's knowledge source, of which a line is a page:
+
+    {"wikipedia_title", "text": [title, paragraph, …], "anchors": [{"paragraph_id", "start", "end",
+    "wikipedia_title" or "href"}, …]}; "Section::::Wars." is a heading, "BULLET::::- x" an item."""
+    def articles():
         for n, line in enumerate(open_text(path), 1):
             try:
-                page = json.loads(line)
-                title, paragraphs = page["wikipedia_title"], kilt_page(page)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-                raise UserError(f"{path}:{n}: no page of KILT's knowledge source ({e!r}); give "
-                                "kilt_knowledgesource.json as published") from e
-            counts.update({"pages": 1, "links": len(page["anchors"])})
-            yield from corpus_lines(title, paragraphs, extend, counts)
+                page, paragraphs = json.loads(line), []
+                anchors = sorted(page["anchors"], key=lambda anchor: anchor["start"])
+                for i, text in enumerate(page["text"]):
+                    mark, links = re.match(r"\s*(BULLET::::([-*]|\d+\.)?)?\s*", text).end(), []
+                    for a in anchors:
+                        if a["paragraph_id"] == i and a["end"] <= len(text.rstrip()):
+                            target = a.get("wikipedia_title") or unquote(a["href"])
+                            links.append(Mention(a["start"] - mark, a["end"] - mark, target))
+                    if i > 0 and not text.startswith("Section::::"):
+                        paragraphs.append((text[mark:].rstrip(), links))
+                counts.update({"pages": 1, "links": len(anchors)})
+                yield page["wikipedia_title"], paragraphs
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
+                raise UserError(f"{path}:{n}: no page of KILT's knowledge source ({e!r})") from e
 
     counts = Counter()
-    return write_corpus(out, lines(), counts)
+    return write_corpus(out, articles(), counts, extend)
 
 # ---------------------------------------------------------------- the published task files
 
-class TaskFile(NamedTuple):
-    """Where a published file has what. No gold evidence is taken from any (§4.3)."""
-    text: str               # the field of the claim or question
-    answer: str             # … of the label or the answers
-    blind: str | None       # a field of its test files, which lack answers; None: there are no such
-    read: Callable          # what stands in the field `answer` -> our label, or answers, best first
-
-def read_triviaqa(answer):
-    return [answer["Value"]] + answer.get("Aliases", [])
-
-def read_complexwebquestions(answers):
-    return [name for a in answers for name in [a["answer"]] + a.get("aliases", []) if name]
-
-# FEVER's NOT ENOUGH INFO stays: the paper's FEVER is three-way (RAG's 72.5 beside it is, too).
-CLAIM_TASKS = {
-    "fever": TaskFile("claim", "label", "id", {x: x for x in CLAIM_LABELS}.__getitem__),
-    "hover": TaskFile("claim", "label", "uid", {"SUPPORTED": "SUPPORTS",
-                                                "NOT_SUPPORTED": "REFUTES"}.__getitem__),
-    "fm2": TaskFile("text", "label", None, {x: x for x in CLAIM_LABELS[:2]}.__getitem__)}
+# The text and the label, or the answers, best first, of a published record. A file of another task
+# has them in other fields: an error. No gold evidence is taken (§4.3).
+SAME = {label: label for label in [*CLAIM_LABELS, None]}
+HOVER = {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES", None: None}
+CLAIM_TASKS = {"fever": lambda record: (record["claim"], SAME[record["label"]]),
+               "hover": lambda record: (record["claim"], HOVER[record["label"]]),
+               "fm2": lambda record: (record["text"], SAME[record["label"]])}
 QUESTION_TASKS = {
-    "triviaqa": TaskFile("Question", "Answer", "QuestionId", read_triviaqa),
-    "complexwebquestions": TaskFile("question", "answers", "ID", read_complexwebquestions),
-    "entityquestions": TaskFile("question", "answers", None, lambda answers: answers + [])}
+    "triviaqa": lambda r: (r["Question"], [r["Answer"]["Value"]] + r["Answer"].get("Aliases", [])),
+    "complexwebquestions": lambda r: (
+        r["question"], sum(([a["answer"]] + a.get("aliases", []) for a in r["answers"]), [])),
+    "entityquestions": lambda r: (r["question"], r["answers"] + [])}
+# Test files lack answers. This field tells them from the files of other tasks.
+TEST_FIELD = {"fever": "id", "hover": "uid", "triviaqa": "QuestionId", "complexwebquestions": "ID"}
+NO_ANSWER = {"label": None, "Answer": {"Value": ""}, "answers": []}
 
-def task_records(path) -> list:
-    """[("FILE: record 3" or "FILE:3", record)] of a JSON list, {"Data": list} or JSON lines."""
-    if ".tar" in os.path.basename(path):
-        raise UserError(f"{path}: an archive; unpack it and give the files in it")
+def task_records(path):
+    """The records of a JSON list, of {"Data": list} or of JSON lines."""
     text = "".join(open_text(path))
     try:
         whole = json.loads(text)
-        records = whole.get("Data", [whole]) if isinstance(whole, dict) else whole
-        return [(f"{path}: record {n}", record) for n, record in enumerate(records, 1)]
-    except (ValueError, RecursionError):                    # then it is JSON lines
-        records = []
-    for n, line in enumerate(text.split("\n"), 1):
-        try:
-            if line.strip():
-                records.append((f"{path}:{n}", json.loads(line)))
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"{path}:{n}: not JSON, {e}; download the file again") from e
-    return records
-
-def task_example(task, record) -> dict:
-    """A line of a file of examples (read_examples) from a published record. Raises ValueError."""
-    fields = (CLAIM_TASKS | QUESTION_TASKS)[task]
-    if not isinstance(record, dict) or not isinstance(record.get(fields.text), str):
-        raise ValueError(f'"{fields.text}" is no string')
-    text, answer = record[fields.text], record.get(fields.answer)
-    others = {key.lower() for key in record} - {fields.answer.lower()}
-    if answer is None and (fields.blind not in record or
-                           others & {"answer", "answers", "label", "verdict"}):
-        raise ValueError(f'"{fields.answer}" is missing')
-    try:
-        read = fields.read(answer) if answer is not None else None
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f'"{fields.answer}" is not as published: {str(answer)[:60]!r}') from e
-    if task in CLAIM_TASKS:
-        example = {"text": text, "label": read}
-    elif all(isinstance(name, str) for name in read or []):
-        example = {"question": text, "answer_text": list(dict.fromkeys(read or []))}
-    else:
-        raise ValueError("an answer is not a string")
-    if record.get("mentions") is not None:                  # else they are found when it is used
-        example["mentions"] = record["mentions"]
-    json.dumps(example, ensure_ascii=False).encode()        # refuses half a surrogate pair
-    return example
+        return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
+    except ValueError:
+        return (json.loads(line) for line in text.split("\n") if line.strip())
 
 def answer_key(name):
     """What is compared: lower case, no punctuation, "_" or "the": The_Black_Sea is "black sea"."""
     words = re.findall(r"\w+", name.replace("_", " ").lower())
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
-def answer_entities(wanted, corpus=None, entities=None) -> dict:
-    """answer_key -> entity for the keys in `wanted`: the entity of that title, else of that title
-    but for a bracket, else the one that the corpus calls so. Of several, the most frequent."""
+def answer_entities(corpus, entities) -> dict:
+    """answer_key -> the entity of that title, else of that title but for a bracket, else the one
+    that the corpus calls so. Of several the most frequent."""
+    if not (corpus or entities):
+        raise UserError("name the entities that may be answers: --corpus or --entities")
     if corpus:
-        named = Counter((m.entity, text.text[m.start:m.end])
+        named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                         for text in read_corpus(corpus) for m in text.mentions if m.entity)
     else:
         named = Counter((line.strip(), "") for line in open_text(entities))
-    ways = [{}, {}, {}]                 # key -> Counter of entities; the best way first
-    for (entity, shown), n in named.items():
-        for way, name in zip(ways, (entity, re.sub(r"[ _]\([^()]*\)$", "", entity), shown)):
-            key = answer_key(name)
-            if key in wanted:
-                way.setdefault(key, Counter())[entity] += n
-    found = {}
-    for way in reversed(ways):
-        found.update({key: counted.most_common(1)[0][0] for key, counted in way.items()})
-    return found
+    named = [pair for pair, _ in reversed(named.most_common())]     # what comes later counts
+    found = {shown: entity for entity, shown in named}
+    found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity, _ in named}
+    found |= {answer_key(entity): entity for entity, _ in named}
+    return found | {"": None}
 
 def task(name, paths, out, corpus=None, entities=None):
-    """`data.py task`: published files as examples. Raises UserError.
-
-    A question keeps its answers as "answer_text"; "answers" are the entities among them. With none
-    it counts as wrong (§4.4)."""
-    if name in QUESTION_TASKS and not (corpus or entities):
-        raise UserError(f"{name}: answers become entities; name these by --corpus or --entities")
-    examples = []
+    """`data.py task`: published files as examples (read_examples). Raises UserError.
+    A question's "answers" are the entities in its "answer_text"; with none it is wrong (§4.4)."""
+    examples, n = [], 0
+    known = answer_entities(corpus, entities) if name in QUESTION_TASKS else {}
     for path in paths:
-        for where, record in task_records(path):
-            try:
-                examples.append(task_example(name, record))
-            except ValueError as e:
-                raise UserError(f"{where}: {e}; is this a file of {name}, as published?") from e
-    if not examples:
-        raise UserError(f"{paths[0]}: holds no record; give the file as published")
-    if name in CLAIM_TASKS:
-        labels = Counter(e["label"] or "without a label" for e in examples).most_common()
-        print(f"{len(examples):,} claims:", ", ".join(f"{n:,} {label}" for label, n in labels))
-    else:
-        wanted = {answer_key(answer) for e in examples for answer in e["answer_text"]} - {""}
-        known = answer_entities(wanted, corpus, entities)
-        for e in examples:
-            keys = [answer_key(answer) for answer in e["answer_text"]]
-            e["answers"] = list(dict.fromkeys(known[key] for key in keys if key in known))
-        n_answered = sum(e["answer_text"] != [] for e in examples)
-        n_mapped = sum(e["answers"] != [] for e in examples)
-        print(f"{len(examples):,} questions, {n_answered:,} with answers; for {n_mapped:,} an "
-              f"answer is an entity ({n_mapped / max(n_answered, 1):.1%})")
+        try:
+            for n, record in enumerate(task_records(path), 1):
+                named = {*NO_ANSWER, "answer", "verdict"} & record.keys()
+                if not named and TEST_FIELD.get(name) in record:
+                    record = record | NO_ANSWER
+                text, answer = (CLAIM_TASKS | QUESTION_TASKS)[name](record)
+                example = {"text": text.strip(), "label": answer}   # refuses what is no text
+                if name in QUESTION_TASKS:
+                    texts = list(dict.fromkeys(text.strip() for text in answer if text))
+                    found = dict.fromkeys(known.get(answer_key(text)) for text in texts)
+                    example = {"question": text.strip(), "answer_text": texts,
+                               "answers": [entity for entity in found if entity]}
+                examples.append(example)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+            raise UserError(f"{path}: record {n}: {e!r}; is this a file of {name}?") from e
+    n_answered = sum(bool(e.get("label") or e.get("answers")) for e in examples)
+    print(f"{len(examples):,} examples, {n_answered:,} with a label or an answer that is an entity")
     write_lines(out, examples)
 
 # ---------------------------------------------------------------- command line

@@ -85,7 +85,6 @@ def read(tmp_path, text, *others, title="Page", extend=False):
     ("[[Mercury (planet)|]]", "Mercury (planet)", "Mercury (planet)", "Mercury (planet)"),
     ("[[AT&amp;T]]", "AT&T", "AT&T", "AT&T"),
     ("'''[[Rome|''Roma'']]'''", "Roma", "Roma", "Rome"),
-    ("[[Dog]]<nowiki/>s", "Dogs", "Dog", "Dog"),
     ("[[Rome|the {{nowrap|city}}]]", "the city", "the city", "Rome"),
     ("[[Foo|a [b] c]]", "a [b] c", "a [b] c", "Foo"),
     ("[[iPod]]", "iPod", "iPod", "IPod"),
@@ -100,19 +99,19 @@ ELSEWHERE, HIDDEN = "to another namespace or wiki", "outside the prose"
 
 @needs_parser
 @pytest.mark.parametrize("wikitext, text, why", [
-    ("x[[File:a.jpg|thumb|A dog.]]y", "xy", ELSEWHERE),
-    ("x[[Image:a.jpg]]y", "xy", ELSEWHERE),
-    ("x[[Category:Dogs|*]]", "x", ELSEWHERE),
+    ("x[[File:a.jpg|thumb|A dog.]]y", "xy", HIDDEN),
+    ("x[[Image:a.jpg]]y", "xy", HIDDEN),
+    ("x[[Category:Dogs|*]]", "x", HIDDEN),
     ("x [[:Category:Dogs|kinds]]", "x kinds", ELSEWHERE),
-    ("x[[fr:Chien]]", "x", ELSEWHERE),
+    ("x[[fr:Chien]]", "x", HIDDEN),
     ("x [[:fr:Chien|chien]]", "x chien", ELSEWHERE),
     ("a [[wikt:dog|dog]]", "a dog", ELSEWHERE),
     ("a [[Help:Dog|dog]]", "a dog", ELSEWHERE),
     ("[[#Past|past]]", "past", "to no article"),
     ("see [[Old dog]]", "see Old dog", "to no article"),
     ("a [[dog", "a dog", HIDDEN),
-    ("is [[Pet]]", "is Pet", "to a disambiguation page"),
-    ("is [[X (disambiguation)|X]]", "is X", "to a disambiguation page"),
+    ("is [[Pet]]", "is Pet", "to no article"),
+    ("is [[X (disambiguation)|X]]", "is X", "to no article"),
     ("a [[{{x}}|dog]]", "a dog", "to no article"),
     ("a <!-- [[dog]] --> b", "a b", HIDDEN),
     ("a<ref name=x>[[dog]] {{</ref> b", "a b", HIDDEN),
@@ -126,7 +125,7 @@ ELSEWHERE, HIDDEN = "to another namespace or wiki", "outside the prose"
     ("a\n==See also==\n===x===\n*[[Dog]]\n== B ==\nb", "a", HIDDEN)])
 def test_links_that_are_no_mentions_are_counted_by_reason(tmp_path, wikitext, text, why):
     others = (page("Old dog", "", redirect="Older dog"), page("Older dog", "", redirect="Old dog"),
-              page("Pet", "'''Pet''' may be:\n* [[Dog]]\n{{disambiguation}}"))
+              page("Pet", "'''Pet''' may be:\n* Dog\n{{disambiguation}}"))
     texts, mentions, counts = read(tmp_path, wikitext, *others)
     assert texts[0] == text and mentions == [] and counts["links: " + why] == 1
     assert counts["links: kept"] == 0 and counts["pages: redirect"] == 2
@@ -135,7 +134,7 @@ def test_links_that_are_no_mentions_are_counted_by_reason(tmp_path, wikitext, te
 @needs_parser
 def test_a_link_inside_a_link_counts_and_the_outer_does_not(tmp_path):
     texts, mentions, counts = read(tmp_path, "[[A|x [[B|y]] z]]")
-    assert texts == ["x y z"] and mentions == [("y", "B")] and counts["links: to no article"] == 1
+    assert texts == ["x y z"] and mentions == [("y", "B")] and counts["links: outside the prose"] == 1
 
 
 @needs_parser
@@ -186,7 +185,7 @@ def test_further_mentions_are_linked(tmp_path):
         ("dogs", "Dog"), ("Dogs", "Dog"), ("Leon Holt", "Leon Holt"), ("dog", "Dog"),
         ("Rome", "Rome (city)"), ("Rome", "Rome (city)"), ("Karovia", "Karovia"),
         ("population", "Demographics of Karovia"), ("Rome", "Rome (city)")]
-    assert counts["mentions added"] == len(mentions) - counts["links: kept"] == 8
+    assert counts["mentions"] == len(mentions) == counts["links: kept"] + 8
     assert len(read(tmp_path, text, title="Karovia", extend=False)[1]) == counts["links: kept"] == 4
 
 
@@ -227,10 +226,10 @@ def test_pages_that_are_no_articles_are_counted(tmp_path):
     path = dump(tmp_path / "d.xml.bz2", page("A", "text [[B]]"), page("Talk:A", "[[C]]", ns=1),
                 page("E", " "), page("B", "", redirect="A"), page("A (disambiguation)", "[[A]]"),
                 page("F", "x {{School disambiguation}}"), page("G", "a {{disambiguation needed}}"),
-                page("H", "x {{other uses|H (disambiguation)}}"), page("Portal:I", "x", ns=None))
+                page("H", "x {{other uses|H (disambiguation)}}"))
     counts = data.wiki(path, tmp_path / "out.jsonl.gz")
     assert {what: n for what, n in counts.items() if what.startswith("pages: ")} == {
-        "pages: article": 3, "pages: other namespace": 2, "pages: empty page": 1,
+        "pages: article": 4, "pages: other namespace": 1,
         "pages: redirect": 1, "pages: disambiguation page": 2}
     assert [line["title"] for line in lines_of(tmp_path / "out.jsonl.gz")] == ["A", "G", "H"]
     assert accounted(counts) and not list(tmp_path.glob("*.tmp"))
@@ -243,7 +242,7 @@ def test_any_number_of_workers_writes_the_same_file(tmp_path):
     one = data.wiki(path, tmp_path / "one.jsonl.gz")
     two = data.wiki(path, tmp_path / "two.jsonl.gz", workers=2)
     assert (tmp_path / "one.jsonl.gz").read_bytes() == (tmp_path / "two.jsonl.gz").read_bytes()
-    assert one == two and one["sections cut off"] == 1
+    assert one == two and one["sections left out"] == 1
     assert [line["title"] for line in lines_of(tmp_path / "two.jsonl.gz")] == [f"P{i}" for i in range(150)]
     assert sum(1 for _ in data.read_corpus(tmp_path / "two.jsonl.gz")) == 150
 
@@ -251,21 +250,20 @@ def test_any_number_of_workers_writes_the_same_file(tmp_path):
 ENTITIES = "".join(f'<!ENTITY {y} "{10 * f"&{x};"}">' for x, y in zip("abcdefgh", "bcdefghi"))
 BOMB = (f'<!DOCTYPE m [<!ENTITY a "aaaaaaaaaa">{ENTITIES}]>'
         "<mediawiki><page><title>T</title><text>&i;</text></page></mediawiki>")
-NO_DUMP, CUT = "does not begin as a MediaWiki dump does", "not a whole MediaWiki dump"
+NO_DUMP, CUT = "does not begin as a MediaWiki dump does", "cannot be read as a MediaWiki dump"
 
 
 @needs_parser
 @pytest.mark.parametrize("content, said", [
     (bz2.compress(os.urandom(40000))[:20000], CUT), (b"BZh9 and no bz2", "cannot be read"),
-    (b"", CUT), (b"<!DOCTYPE html><html></html>", NO_DUMP), (b"plain text", NO_DUMP),
+    (b"", NO_DUMP), (b"<!DOCTYPE html><html></html>", NO_DUMP), (b"plain text", NO_DUMP),
     (b"PK\3\4 a zip archive", NO_DUMP), (gzip.compress(b"<mediawiki/>"), NO_DUMP),
     (b"\xfd7zXZ\0", NO_DUMP), (b"7z\xbc\xaf", NO_DUMP),
     (BOMB.encode(), NO_DUMP), (BOMB.encode("utf-16"), NO_DUMP), (b" " * (1 << 19) + BOMB.encode(), NO_DUMP),
-    (b"<mediawiki><!DOCTYPE a></mediawiki>", CUT), (b"<mediawiki></mediawiki>", "holds no page"),
+    (b"<mediawiki><!DOCTYPE a></mediawiki>", CUT),
     (b"<mediawiki><page><title>T</title>", CUT), (b"<mediawiki>" + b"<page>" * 1000, CUT),
     (b"<mediawiki><page><title>a & b</title></page></mediawiki>", CUT),
-    (b"<mediawiki><page><title>&bomb;</title></page></mediawiki>", CUT),
-    (bz2.compress(b"<mediawiki><page><text>" + b"a " * (1 << 24)), "a page of over")])
+    (b"<mediawiki><page><title>&bomb;</title></page></mediawiki>", CUT)])
 def test_a_file_that_is_no_whole_dump_gets_one_sentence_and_leaves_nothing(tmp_path, content, said):
     (tmp_path / "d.xml").write_bytes(content)
     start = time.time()
@@ -280,10 +278,8 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
     with pytest.raises(UserError, match="none.xml: cannot be read"):
         data.wiki(tmp_path / "none.xml", out)
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(FileNotFoundError):
         data.wiki(path, tmp_path / "no folder" / "out.jsonl")
-    with pytest.raises(UserError, match="--workers"):
-        data.wiki(path, out, workers=0)
     path.write_text(path.read_text().replace("<mediawiki ", '<mediawiki xml:lang="de" '))
     data.wiki(path, out)
     assert capsys.readouterr().err.count("only English") == 1 and len(lines_of(out)) == 1
@@ -293,30 +289,21 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 
 @needs_parser
-def test_a_worker_that_dies_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "read_article", lambda *_: os._exit(9))       # workers are forks
-    with pytest.raises(UserError, match="a worker died"):
-        data.wiki(dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl")
-    assert [p.name for p in tmp_path.iterdir()] == ["d.xml"]
-
-
-@needs_parser
 @pytest.mark.parametrize("text", [
     "{{", "{|\n", "[[", "[[a|", "<ref>", "<!--", "<a ", "[http:x ", "[[x|[a", "{{convert||", "<div>",
     "{{a|<ref>[[b|", "{{{a|{{b|", "<ref name=\"", "==a", "\n==", "}}[[a|]]{{", " :*#", "(;(", "a ''b"])
 def test_no_markup_takes_the_parser_minutes(text):
     start = time.process_time()
-    data.read_article(text * (60_000 // len(text)), {}, set(), data.Counter())
+    for length in (data.MAX_SECTION, 2 * data.MAX_SECTION):
+        data.read_article(text * (length // len(text)))
     assert time.process_time() - start < 30
 
 
 @needs_parser
-@pytest.mark.parametrize("text, cut", [
-    ("x\n== H ==\n" + "{{a" * 300, "sections cut off"), ("x " * 400_000, "pages cut off"),
-    ("x\n== H ==\n" + "{{" * 5000 + "}}" * 5000, "sections cut off")])
-def test_what_is_cut_off_is_counted_and_the_rest_of_the_page_stays(tmp_path, text, cut):
-    texts, _, counts = read(tmp_path, text)
-    assert counts[cut] == 1 and texts[0].startswith("x")
+@pytest.mark.parametrize("section", ["{{a" * 300, "x " * 400_000])
+def test_a_section_that_takes_minutes_is_left_out_and_counted(tmp_path, section):
+    texts, _, counts = read(tmp_path, f"x\n== H ==\n{section}\n== I ==\ny")
+    assert counts["sections left out"] == 1 and texts == ["x", "y"]
 
 
 @needs_real
@@ -325,14 +312,14 @@ def test_the_real_dump_is_accounted_for(tmp_path):
     counts = data.wiki(DUMP, tmp_path / "out.jsonl.gz")
     kinds = {"article": 98, "disambiguation page": 8, "redirect": 99, "other namespace": 1}
     assert all(counts["pages: " + kind] == n for kind, n in kinds.items()) and counts["pages"] == 206
-    assert counts["links: kept"] == 21453 and counts["texts written"] == 5078   # the parser we had: 21454
+    assert counts["links: kept"] == 21450 and counts["texts"] == 5078
     with bz2.open(DUMP, "rt", encoding="utf-8") as file:        # all [[ but the one in an edit's comment
         texts = re.findall(r"<text.*?</text>", file.read(), re.S)
     assert counts["links"] == sum(t.count("[[") for t in texts) == 32475
-    assert accounted(counts) and counts["sections cut off"] == 0
+    assert accounted(counts) and counts["sections left out"] == 0
     texts = list(data.read_corpus(tmp_path / "out.jsonl.gz"))
-    assert len(texts) == counts["texts written"]
-    assert sum(len(t.mentions) for t in texts) == counts["links: kept"] + counts["mentions added"]
+    assert len(texts) == counts["texts"]
+    assert sum(len(t.mentions) for t in texts) == counts["mentions"]
     debris = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|''|</?[a-z]+>|[\x00-\x08]")
     assert not [t for t in texts if debris.search(t.text)]
     assert sum(t.text.count("|") for t in texts) == 3           # two are meant, one is an editor's slip
@@ -417,14 +404,12 @@ def test_claims(tmp_path, capsys):
     assert run(tmp_path, "fever", fever, "jsonl") == [
         {"text": f"c {label}", "label": label} for label in ("SUPPORTS", "REFUTES", "NOT ENOUGH INFO")
     ] + [{"text": "test", "label": None}]
-    assert "1 without a label" in capsys.readouterr().out
+    assert "4 examples, 3 with a label" in capsys.readouterr().out
     hover = [{"uid": "a", "claim": "c", "label": "SUPPORTED", "supporting_facts": [["Gold", 1]]},
              {"uid": "b", "claim": "d", "label": "NOT_SUPPORTED"}]
     assert [e["label"] for e in run(tmp_path, "hover", hover)] == ["SUPPORTS", "REFUTES"]
-    fm2 = [{"text": "c", "label": "REFUTES", "gold_evidence": [{"text": "Gold"}],
-            "mentions": [{"start": 0, "end": 1, "entity": None}]}]
-    examples = run(tmp_path, "fm2", fm2, "jsonl")
-    assert examples == [{key: fm2[0][key] for key in ("text", "label", "mentions")}]
+    fm2 = [{"text": "c", "label": "REFUTES", "gold_evidence": [{"text": "Gold"}]}]
+    assert run(tmp_path, "fm2", fm2, "jsonl") == [{"text": "c", "label": "REFUTES"}]
 
 
 def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus, capsys):
@@ -437,7 +422,7 @@ def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus,
     assert [e["answers"] for e in examples] == [["Paris"], ["Mercury_(planet)"], [], []]
     assert examples[0]["answer_text"] == ["City of Light", "the paris"] and set(examples[0]) == {
         "question", "answer_text", "answers"}
-    assert "4 questions, 3 with answers; for 2 an answer is an entity (66.7%)" in capsys.readouterr().out
+    assert "4 examples, 2 with a label or an answer that is an entity" in capsys.readouterr().out
     answers = [{"answer_id": "m.1", "answer": "U.S.A.", "aliases": ["united_states of America!"]},
                {"answer_id": "m.2", "answer": None, "aliases": ["PARIS"]}]
     cwq = [{"ID": "x", "question": "q", "answers": answers, "sparql": ""}, {"ID": "y", "question": "test"}]
@@ -454,11 +439,6 @@ def test_answers_are_mapped_to_a_list_of_entities(tmp_path):
     assert examples[0]["answers"] == ["The_Black_Sea", "Mercury"]       # before Mercury_(planet)
     with pytest.raises(UserError, match="--corpus or --entities"):
         run(tmp_path, "entityquestions", [{"question": "q", "answers": ["a"]}])
-
-
-def test_an_archive_is_to_be_unpacked(tmp_path, corpus):
-    with pytest.raises(UserError, match="train.tar.xz: an archive; unpack it"):
-        data.task("entityquestions", [tmp_path / "train.tar.xz"], tmp_path / "out.jsonl", corpus=corpus)
 
 
 @pytest.mark.parametrize("name, record", [
@@ -478,30 +458,22 @@ def test_a_file_of_another_task_is_refused(tmp_path, corpus, name, record):
     assert not (tmp_path / "examples.jsonl").exists()
 
 
-@pytest.mark.parametrize("name, content, suffix, said", [
-    ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], "jsonl",
-     'jsonl:2: "claim" is no str'),
-    ("fever", [{"label": "SUPPORTS"}], "jsonl", '"claim" is no string'),
-    ("fm2", [{"text": "a", "label": 1}], "jsonl", '"label" is not as published'),
-    ("hover", [{"claim": "a", "label": ["SUPPORTED"]}], "json", "json: record 1: "),
-    ("hover", '[{"claim": "a"', "json", "not JSON"),
-    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', "jsonl", "jsonl:2: not JSON"),
-    ("hover", [3], "json", "record 1: "),
-    ("hover", "[]", "json", "holds no record"),
-    ("fever", "", "jsonl", "holds no record"),
-    ("fever", "[" * 9999, "json", "not JSON"),
-    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Aliases": []}}]}, "json",
-     "record 1: \"Answer\" is not as published"),
-    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}]}, "json",
-     '"Answer" is not'),
-    ("complexwebquestions", [{"question": "q", "answers": ["Paris"]}], "json", '"answers" is not'),
-    ("entityquestions", [{"question": "q", "answers": "Paris"}], "json", '"answers" is not'),
-    ("entityquestions", [{"question": "q", "answers": [1]}], "json", "an answer is not a string"),
-    ("entityquestions", [{"question": None, "answers": []}], "json", '"question" is no string')])
-def test_a_bad_record_is_named(tmp_path, corpus, name, content, suffix, said):
-    with pytest.raises(UserError, match=re.escape(said)) as e:
+@pytest.mark.parametrize("name, content, suffix, n", [
+    ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], "jsonl", 2),
+    ("fever", [{"label": "SUPPORTS"}], "jsonl", 1), ("fm2", [{"text": "a", "label": 1}], "jsonl", 1),
+    ("hover", [{"claim": "a", "label": ["SUPPORTED"]}], "json", 1), ("hover", '[{"claim": "a"', "json", 0),
+    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', "jsonl", 1), ("hover", [3], "json", 1),
+    ("fever", "[" * 9999, "json", 0),
+    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Aliases": []}}]}, "json", 1),
+    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}]}, "json", 1),
+    ("complexwebquestions", [{"question": "q", "answers": ["Paris"]}], "json", 1),
+    ("entityquestions", [{"question": "q", "answers": "Paris"}], "json", 1),
+    ("entityquestions", [{"question": "q", "answers": [1]}], "json", 1),
+    ("entityquestions", [{"question": None, "answers": []}], "json", 1)])
+def test_a_bad_record_is_named(tmp_path, corpus, name, content, suffix, n):
+    with pytest.raises(UserError, match=f"published.{suffix}: record {n}: ") as e:
         run(tmp_path, name, content, suffix, corpus=corpus)
-    assert "published." in str(e.value) and "\n" not in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 @needs_real
@@ -531,19 +503,16 @@ def test_the_real_questions_agree_with_the_pairing_that_comes_with_them(tmp_path
 
 # ---------------------------------------------------------------- noun chunks
 
-def test_noun_chunks_without_spacy_are_one_sentence(monkeypatch):
-    data._pipeline.cache_clear()
-    monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(UserError, match="spaCy"):
-        data.noun_chunks("The song was Hungry.")
-
-
-def test_noun_chunks_are_mentions(monkeypatch):
+def test_noun_chunks_are_mentions_where_spacy_is(monkeypatch):
     some = types.SimpleNamespace
     found = some(noun_chunks=[some(start_char=0, end_char=8)])
     spacy = some(util=some(get_installed_models=lambda: ["de_x", "en_x"]),
                  load=lambda name, exclude: {"en_x": lambda text: found}[name])
-    monkeypatch.setitem(sys.modules, "spacy", spacy)
-    data._pipeline.cache_clear()
-    assert data.noun_chunks("The song was Hungry.") == [data.Mention(0, 8, None)]
-    data._pipeline.cache_clear()
+    for module, how in ((spacy, "spaCy's noun chunks"), (None, "entity names (no spaCy")):
+        monkeypatch.setitem(sys.modules, "spacy", module)
+        data.noun_chunker.cache_clear()
+        said, find = data.mention_finder(["Hungry"])
+        assert said.startswith(how)
+        start = 0 if module else 13
+        assert [mention.start for mention in find("The song was Hungry.")] == [start]
+    data.noun_chunker.cache_clear()
