@@ -118,23 +118,6 @@ class MentionMemory:
         value = torch.einsum("mk,mkv->mv", weights, values.float())
         return found._replace(weights=weights, value=value)
 
-    def log_sums(self, query, passage, entity):
-        """Eq. 10 over all rows of all processes, not the k best: log sum_i exp(query · MemKey(i))
-        of all rows i, and of the entity's own: (M, 2), finfo.min where there is no row."""
-        n_own = len(query)
-        query, passage, entity = ann.gather(query.float()), ann.gather(passage), ann.gather(entity)
-        scores = ann.dot(query, self.keys)                                      # (M of all, N)
-        least = torch.finfo(scores.dtype).min       # -inf would leave logsumexp without a gradient
-        scores = scores.masked_fill(passage[:, None] == self.passage, least)
-        m, i = (entity[:, None] == self.entity).nonzero(as_tuple=True)          # few rows of each m
-        count = torch.bincount(m, minlength=len(query))
-        same = scores.new_full((len(query), max(count.tolist(), default=0)), least)
-        same = same.index_put((m, ann.ragged(count)[1]), scores[m, i])
-        sums = torch.stack([scores.logsumexp(-1), same.logsumexp(-1)], dim=1).clamp(min=least)
-        rank, size = ann.rank_and_size()
-        sums = ann.gather(sums).view(size, -1, 2).logsumexp(0)                  # (M of all, 2)
-        return sums.split(ann.gather_counts(n_own, query.device))[rank]
-
     def passages_of(self, n_entities):
         """(E,): in how many passages of the memory, over all processes, each entity stands."""
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)

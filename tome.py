@@ -192,13 +192,6 @@ def entity_prediction_loss(scores, memory_entity, entity):
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
 
-def whole_memory_loss(log_sums):
-    """entity_prediction_loss with the sums of eq. 10 over the whole memory: log_sums (M, 2) is
-    MentionMemory.log_sums."""
-    has_memory = log_sums[:, 1] > torch.finfo(log_sums.dtype).min / 2
-    everything, own = log_sums[has_memory].unbind(1)
-    return share_of_mean(everything - own)
-
 class Answer(NamedTuple):
     entity: torch.Tensor            # (M,) argmax_j EntProb(m, j); 0 where nothing was retrieved
     probability: torch.Tensor       # (M,) its EntProb
@@ -241,15 +234,12 @@ def answer_question(tome, H, batch, memory):
     return memory.retrieve(query, batch.passage[at], tome.config.k_answer,
                            tome.config.k_answer_shard)
 
-def answer_loss(tome, memory, query, batch, whole_softmax=False):
+def answer_loss(tome, memory, query, batch):
     """Entity prediction at the masked mentions of the n rows that have an answer.
 
-    query (n, d_K) -> scalar. whole_softmax: eq. 10 over the whole memory, not its k_answer best:
-    an answer far from them, as that of two hops is at first, gets no gradient otherwise."""
+    query (n, d_K) -> scalar. A row whose answer is not retrieved does not count (§2.4)."""
     asked = batch.answer > 0
     passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
-    if whole_softmax and tome.config.memory == "mentions":
-        return whole_memory_loss(memory.log_sums(query, passage, answer))
     found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
     return entity_prediction_loss(found.scores, found.entity, answer)
 

@@ -79,8 +79,6 @@ class Settings:
     memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
                                     # layers learn the markers; then fit_retrieval runs
     bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
-    whole_softmax: bool = False     # questions: eq. 10 over the whole memory, not its k_answer
-                                    # best: an answer far from these would get no gradient
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     log_every: int = 1000
     save_every: int = 1000
@@ -105,9 +103,9 @@ PRESETS = {
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, n_block=1, max_positions=128, mention_rate=0.25,
-        init_std=0.05, memory_from=0.3, whole_softmax=True,
+        init_std=0.05, memory_from=0.25,
         log_every=200, save_every=200, eval_mentions=200, schedule={
-            "batch-tome": Schedule(2500, 1.5e-3, 100, 64), "tome": Schedule(800, 2e-3, 50, 64),
+            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(1000, 2e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
@@ -311,12 +309,10 @@ def finetune_stage(run, recipe, start=None, examples=None):
         if task == "qa" or clozes:
             asked = batch.answer_mention[batch.answer > 0]
             z = answer_query(model, H, batch, asked)
-            result["qa"] = (weight, answer_loss(model, training_memory, z, batch,
-                                                settings.whole_softmax))
+            result["qa"] = (weight, answer_loss(model, training_memory, z, batch))
         if clozes and layers[-1] is not None:
             query = layers[-1].query[asked]
-            result["asked"] = (weight, answer_loss(model, training_memory, query, batch,
-                                                   settings.whole_softmax))
+            result["asked"] = (weight, answer_loss(model, training_memory, query, batch))
         return result
 
     def evaluate():
@@ -724,8 +720,8 @@ TRAIN_AGAIN = "remove it to train this stage again"
 # TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
-                           "entity_weight", "memory_fraction", "whole_softmax", "cloze_weight"},
-            "tome": {"whole_softmax", "cloze_weight"}, "claims": set(), "qa": set()}
+                           "entity_weight", "memory_fraction", "cloze_weight"},
+            "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
 LIMITS = {      # the least and the most of a number, where it is not 1 to 65,536, or 0 to 1
     "n_entities": (0, 10 ** 9), "vocab_size": (1, 10 ** 7),
     "n_blocks": (1, 2), "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),

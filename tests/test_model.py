@@ -11,7 +11,7 @@ import ann
 from encoder import Config, SpanEncodingLayer
 from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
-                  predict_entity, split_into_blocks, start_positions, whole_memory_loss)
+                  predict_entity, split_into_blocks, start_positions)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -260,24 +260,6 @@ def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_
     assert torch.isfinite(scores.grad).all() and (scores.grad[2:] == 0).all()
 
 
-def test_entity_prediction_over_the_whole_memory_is_minus_log_of_eq_10_without_the_own_passage():
-    memory, g = memory_of(), torch.Generator().manual_seed(1)
-    query = (3 * torch.randn(6, 4, generator=g)).requires_grad_()
-    passage, entity = torch.tensor([0, 3, -1, 9, 2, 4]), torch.tensor([1, 2, 3, 4, 8, 0])   # 4: no row, 5: not linked
-    losses = []
-    for q, p, wanted in zip(query.tolist()[:4], passage.tolist(), entity.tolist()):
-        e = [(math.exp(sum(a * b for a, b in zip(q, key))), j) for key, j, stands_in in
-             zip(memory.keys.tolist(), memory.entity.tolist(), memory.passage.tolist()) if stands_in != p]
-        losses.append(-math.log(sum(x for x, j in e if j == wanted) / sum(x for x, _ in e)))
-    loss = whole_memory_loss(memory.log_sums(query, passage, entity))
-    assert loss.item() == pytest.approx(sum(losses) / 4, abs=1e-5)
-    loss.backward()
-    assert torch.isfinite(query.grad).all() and (query.grad[:4] != 0).any(1).all() and (query.grad[4:] == 0).all()
-    loss = whole_memory_loss(memory.emptied().log_sums(query, passage, entity))
-    loss.backward()
-    assert loss == 0 and torch.isfinite(query.grad).all()
-
-
 def test_nothing_retrieved_anywhere_is_a_loss_of_zero():
     scores = torch.full((3, 4), -torch.inf, requires_grad=True)
     loss = entity_prediction_loss(scores, torch.zeros(3, 4, dtype=torch.long), torch.tensor([1, 2, 0]))
@@ -311,17 +293,15 @@ def test_scores_are_float32_where_training_computes_in_bfloat16():
     """Scores of about 50, whose last digits bfloat16 would drop: the weights of eq. 7 are their exponentials."""
     g, memory = torch.Generator().manual_seed(0), memory_of()
     memory.keys += 4
-    query, passage, entity = 3 + torch.randn(4, 4, generator=g), torch.tensor([7, 8, 9, -1]), torch.tensor([1, 2, 3, 4])
+    query, passage = 3 + torch.randn(4, 4, generator=g), torch.tensor([7, 8, 9, -1])
     scores = query.double() @ memory.keys.double().T
     with torch.autocast("cpu", torch.bfloat16):
         assert (query @ query.T).dtype == torch.bfloat16                    # what would be, without ann.dot
         found = memory.attend(query, passage, 5, 5)
-        sums = memory.log_sums(query, passage, entity)
         table = BatchMemory(memory.keys, memory.values, memory.entity, memory.passage).attend(query, passage)
         loss = coreference_loss(memory.keys, memory.entity, memory.passage)
     assert torch.allclose(found.scores.double(), scores.gather(1, found.ids), rtol=1e-6)
     allowed = scores.masked_fill(passage[:, None] == memory.passage, -torch.inf)
-    assert torch.allclose(sums[:, 0].double(), allowed.logsumexp(-1), rtol=1e-6)
     assert torch.allclose(table.scores.double(), allowed, rtol=1e-6)
     assert loss.dtype == torch.float32
     assert torch.allclose(loss, coreference_loss(memory.keys, memory.entity, memory.passage), rtol=1e-6)
