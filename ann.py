@@ -76,13 +76,16 @@ def largest(passage):
     """The most keys of one passage: so many places of a top-k may be the query's own."""
     return max(passage.unique(return_counts=True)[1].tolist(), default=0)
 
-def high_scores(scores, bar, rank):
+def high_scores(scores, bar, n_pass):
     """Scores above their query's bar: (query, column, score [n]), bar [Q]. scores [Q, W].
     Beside the matrix product there is time to read the scores once. So only the maximum of each
     block of scores is taken, and only blocks with a maximum above the bar are looked into.
-    bar None: one is set just below the rank-th largest maximum, so that `rank` scores pass it."""
+
+    bar None: one is set just below the n_pass-th largest maximum of a query. Each of those blocks
+    has a score above it, so at least n_pass scores pass. For that there must be enough blocks:
+    where there are few scores, blocks are smaller."""
     size = BLOCK
-    while bar is None and size > 1 and scores.shape[1] < 2 * rank * size:
+    while bar is None and size > 1 and scores.shape[1] < 2 * n_pass * size:
         size //= 2
     blocks = scores.view(len(scores), size, -1)          # every (W / size)-th score is of one block
     maxima = blocks.amax(1)                                                  # (Q, W / size)
@@ -91,8 +94,8 @@ def high_scores(scores, bar, rank):
         maxima = blocks.amax(1)
     if bar is None:
         bar = torch.full((len(scores),), -INF, device=scores.device)
-        if rank <= maxima.shape[1]:
-            bar = maxima.topk(rank).values[:, -1].nextafter(bar)
+        if n_pass <= maxima.shape[1]:
+            bar = maxima.topk(n_pass).values[:, -1].nextafter(bar)
     query, block = (maxima > bar[:, None]).nonzero(as_tuple=True)
     scores = blocks[query, :, block]                                         # (blocks found, size)
     i, j = (scores > bar[query, None]).nonzero(as_tuple=True)
@@ -139,7 +142,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     # The first tile is larger: it alone has no bar to clear, and sets a high one.
     size = min(32768, max(8192, N // 16), N)
     later_size = min(size, max(1024, TILE // Q) // 512 * 512)        # odd sizes make maxima slow
-    rank = k if query_passage is None else k + largest(take(key_passage, slice(size), device))
+    # Some of the best may be of the query's own passage, which keep_best takes out.
+    n_pass = k if query_passage is None else k + largest(take(key_passage, slice(size), device))
     tile = torch.empty(Q * (size + BLOCK), device=device)
     bar, found = None, []
     for start, end in pairwise([0, *range(size, N, later_size), N]):
@@ -147,7 +151,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         scores = tile[:Q * (-(-len(part) // BLOCK) * BLOCK)].view(Q, -1)       # whole blocks
         torch.mm(queries.float(), part.T, out=scores[:, :len(part)])
         scores[:, len(part):] = -INF
-        (query, column, score), bar = high_scores(scores, bar, rank)
+        (query, column, score), bar = high_scores(scores, bar, n_pass)
         found.append((query, start + column, score))
         if end == N or sum(len(query) for query, _, _ in found) > Q * k:       # worth a higher bar
             best = keep_best(best, map(torch.cat, zip(*found)), query_passage, key_passage)
@@ -255,8 +259,8 @@ class BucketedIndex:
         scores[at] = blocks
         slot = torch.zeros(scores.shape[:2], dtype=torch.int64, device=device)   # a block's first
         slot[at] = self.start[bucket[row]] + place * BLOCK
-        rank = k if query_passage is None else k + self.largest
-        (query, column, score), _ = high_scores(scores.flatten(1), None, rank)
+        n_pass = k if query_passage is None else k + self.largest
+        (query, column, score), _ = high_scores(scores.flatten(1), None, n_pass)
         id = self.id[slot[query, column // BLOCK] + column % BLOCK]
         return keep_best(best, (query, id, score), query_passage, self.passage)
 

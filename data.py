@@ -1,7 +1,7 @@
 """Text in, batches out: mentions, markers, masking, related passages, examples, the toy world.
 
 The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app. A (rates), A.1
-(related passages), B.1 (claims and questions). Files of all kinds stand behind these ideas.
+(related passages), B.1 (claims and questions). Reading and writing files is the second half.
 
     corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
     Corpus, passage numbers --make_batch--> Batch
@@ -110,7 +110,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         positions = hi - lo + 2 * len(within(lo, hi)) + 2
         return hi - lo <= passage_length and positions <= max_length
 
-    parts, waiting = [], [(0, n)] if n else []      # what no cut divides, from the left
+    # Cut wherever no mention is crossed. A part that still fits no passage is a chain of mentions
+    # that overlap: the longest is dropped, and the part is cut again.
+    parts, waiting = [], [(0, n)] if n else []      # from the left
     while waiting:
         lo, hi = waiting.pop()
         crossed = {t for span in within(lo, hi) for t in range(span.first + 1, span.last)}
@@ -246,7 +248,8 @@ def _mask(batch, corpus, chosen, read, owners) -> Batch:
     which, _, position = _ranges(start[owners] + 1, (end - start)[owners] - 1)
     owner = np.full(len(tokens), -1)
     owner[position] = owners[which]         # inner mentions come later
-    # A mention is masked if as many of its tokens are chosen as it has: sums from the start on.
+    # A mention is masked if all of its words are chosen. The difference of two running sums is
+    # how many stand between two positions.
     n_chosen, n_tokens = np.cumsum(chosen), np.cumsum(corpus.maskable[tokens])
     masked = n_chosen[end] - n_chosen[start] == n_tokens[end] - n_tokens[start]
     targets = np.flatnonzero(chosen)
@@ -284,7 +287,7 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
         groups, counts = np.unique(group[start], return_counts=True)
         shuffled = rng.permutation(len(groups))
         n = max(1, round(mention_rate * len(start)))
-        enough = np.searchsorted(np.cumsum(counts[shuffled]), n) + 1    # the last may bring more
+        enough = np.searchsorted(np.cumsum(counts[shuffled]), n) + 1    # until n are covered
         chosen |= word & inside & np.isin(group, groups[shuffled[:enough]])
 
     read, index = tokens.copy(), np.flatnonzero(chosen)
@@ -337,7 +340,8 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     by_article = passages[np.argsort(article, kind="stable")]
     unused = np.bincount(article, minlength=A)      # (A,) an article's last passages are unused
     after = np.cumsum(unused)                       # (A,) where they end in by_article
-    # Pairs (article, entity) as one number, then an index in either direction.
+    # Pairs (article, entity) as one number, then an index in either direction: article a has
+    # entities[entities_of[a]:entities_of[a + 1]], entity e is in articles[articles_of[e]:…].
     mentions = corpus.mention_first[passages]
     which, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
     entity = corpus.mention_entity[mention].astype(np.int64)
@@ -494,7 +498,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
     n = max_mentions * len(rows)
     if len(placed) > n:                         # a uniform sample, but every answer
         order = np.random.default_rng(0).random(len(placed))
-        order[[mention.asked for mention in placed]] -= 1
+        order[[mention.asked for mention in placed]] -= 1       # these come first
         placed = [placed[i] for i in np.sort(np.argsort(order)[:n])]
     columns = np.array(placed, np.int64).reshape(-1, len(Placed._fields))
     row, start, end, entity, asked, number = torch.from_numpy(columns.T.copy())

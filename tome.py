@@ -129,8 +129,9 @@ class BatchTOME(nn.Module):
         H0 = self.tome.read_initial(batch.tokens, mask)
         if not use_memory:
             return self.tome.read_blocks(H0, mask)
-        # The memory holds what the text says, not what masking left of it. A passage never
-        # attends to its own mentions, so nothing leaks. Where nothing is masked both are one read.
+        # The memory holds what the text says, not what masking left of it (our choice: the paper
+        # does not say). A passage never attends to its own mentions, so nothing leaks. Where
+        # nothing is masked both are one read.
         first = H0
         if batch.unmasked is not batch.tokens:
             first = self.tome.read_initial(batch.unmasked, mask)
@@ -269,11 +270,13 @@ def mention_ends(H, batch):
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets key and query layers in closed form, from the linked mentions of a few batches.
 
-    Two layers of a Transformer do not speak the same language, and most of what they say is the
-    same for every mention: a random projection of either retrieves nothing. So a key starts as
-    the whitened principal components of a mention's [H_s; H_e], and each memory layer's query as
-    the linear map that finds a mention's own key from what that layer reads (ridge regression).
-    No label is used. self_score: the mean score of a mention's query and its own key."""
+    What a mention's [H_s; H_e] says in the last layer (from which keys are made) and in the layer
+    below the memory (from which queries are made) are different vectors, and most of both is the
+    same for every mention: random projections of them find nothing. So a key starts as the whitened
+    principal components of [H_s; H_e]: n directions, each of variance self_score / n, so that the
+    mean score of a key with itself is self_score. A query starts as the linear map that finds a
+    mention's own key from what the memory layer reads (ridge regression), scaled to the same mean
+    score. 20 makes the softmax prefer one key among thousands. No label is used."""
     tome = model.tome
     inputs = [[] for _ in tome.blocks]          # what each memory layer reads of every mention
     outputs = []                                # what the Mention Encoder's last layer says of it

@@ -4,7 +4,9 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-    finetune     TOME over that frozen memory     claims or questions    labels, or eq. 10 at [MASK]
+                                                                         (TOME-2: + linking)
+    finetune     TOME over that frozen memory     claims, and clozes     labels, and eq. 10 at the
+                                                  or questions           mention asked for
 
     python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -12,8 +14,10 @@
 
 A stage runs the unfinished ones before it first, and goes on where it stopped. Every batch, mask
 and dropout of a step follows from (seed, stage, step) alone: a run that was cut off and taken up
-again ends with the same bits. H (B, T, hidden) is what the last block says, z a mention's encoding
-of eq. 10 or of app. A.2, `memory` a MentionMemory or a baseline's EntityTable.
+again ends with the same bits. A cloze is a true claim with one mention masked.
+
+H (B, T, hidden) is what the last block says, z a mention's encoding of eq. 10 or of app. A.2,
+`memory` a MentionMemory or a baseline's EntityTable.
 """
 import argparse
 import hashlib
@@ -121,6 +125,7 @@ class Stage(NamedTuple):
     losses: Callable                # Batch of this process, step -> {name: (weight, its share)}
     evaluate: Callable              # () -> figures for the log; of "score" the best weights stay
     encoder: str = None             # fingerprint of the Mention Encoder
+    before_step: Callable = lambda step: None
 
 def endless(order):
     """at(step, n): the n items of a step in an endless sequence, order(epoch) (items,) after
@@ -134,8 +139,8 @@ def endless(order):
         return items[step * n - first * length:][:n]
     return at
 
-def shuffled(run, number, items):
-    """Epochs of these items in random order; `number` makes it this stage's own."""
+def epochs_of(run, number, items):
+    """Epochs of these items in random order. number: which of the run's random streams this is."""
     return endless(lambda epoch: np.random.default_rng([run.seed, number, epoch])
                    .permutation(items))
 
@@ -171,7 +176,9 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
     first = int(recipe["steps"] * settings.memory_from)     # from this step on, the memory is on
 
-    def next_batch(step):
+    def before_step(step):
+        """Between the part of training without the memory and the part with it, retrieval is fitted
+        in closed form: the new layers would find nothing."""
         if step == first and first > 0:
             measure("before the fit")
             sample = np.random.default_rng(run.seed).permutation(passages)[:768]
@@ -181,6 +188,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
             measure("after the fit of keys and queries; from here on the memory is attended")
         elif step == 0 and first > 0:
             measure(f"with the initial weights; the memory is off until step {first}")
+
+    def next_batch(step):
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
 
     def measure(when):
@@ -210,7 +219,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     def evaluate():
         return evaluate_memory(run, model.tome, small_memory(), mentions)
 
-    return Stage(model, next_batch, losses, evaluate)
+    return Stage(model, next_batch, losses, evaluate, before_step=before_step)
 
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
@@ -244,7 +253,7 @@ def tome_stage(run, recipe, start=None, examples=None):
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     if not run.is_baseline:
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
-    items = shuffled(run, 2, np.flatnonzero(~run.corpus.held_out))
+    items = epochs_of(run, 2, np.flatnonzero(~run.corpus.held_out))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
     def losses(batch, step):
@@ -282,13 +291,15 @@ def finetune_stage(run, recipe, start=None, examples=None):
     path = Path(examples or toy_examples(run, task, split="train"))
     examples, dev = read_task_examples(run, task, path)
     clozes, rng = [], np.random.default_rng([run.seed, 6])
-    if task == "claims":        # unlearning labels that no example has brought toy claims to chance
+    if task == "claims":
+        # Labels that no example has are ruled out: where training had to unlearn them, toy claims
+        # stayed at chance.
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
         model.claim.bias.data[list(absent)] = -1e4
     if task == "claims" and settings.cloze_weight:
         clozes = [question for e in examples for question in cloze(run, e, rng)]
-    items = shuffled(run, 4, len(examples))
-    cloze_items = shuffled(run, 5, len(clozes)) if clozes else None
+    items = epochs_of(run, 4, len(examples))
+    cloze_items = epochs_of(run, 5, len(clozes)) if clozes else None
 
     def next_batch(step):
         chosen = [examples[i] for i in items(step, recipe["batch"])]
@@ -347,6 +358,7 @@ def train_step(run, stage, recipe, optimizer, step):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(recipe, step)
     torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
+    stage.before_step(step)
     batch_of_all = stage.next_batch(step)
     batch = batch_of_all.part(rank, size).to(run.device)
     with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
@@ -425,7 +437,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
             if is_due and step > state["evaluated"]:
                 evaluate()
                 n_tokens, since = 0, time.time()
-                is_saved = step < steps             # the last evaluation decides on the best
+                save_due = step == steps            # the last evaluation decides on the best
             else:
                 values, n = train_step(run, stage, recipe, optimizer, step)
                 n_tokens, step = n_tokens + n, step + 1
@@ -435,9 +447,10 @@ def train_stage(run, stage, recipe, checkpoint=None):
                 progress.update()
                 progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
                                      refresh=False)
-                is_saved = step % settings.log_every and step % settings.save_every and step < steps
+                save_due = step == steps or step % settings.log_every == 0
+                save_due |= step % settings.save_every == 0
             stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
-            if stop or not is_saved:
+            if stop or save_due:
                 save()
             if stop:
                 raise Stop(f"Stopped at step {step} of {kind} and saved; the same command goes on "
@@ -533,12 +546,12 @@ def open_memory(run, tome, encoder, n_search=None):
 
 @torch.no_grad()
 def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
-    """Accuracy on held-out mentions (corpus numbers, data.eval_mentions), each masked alone.
+    """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
 
-    Returns, for "seen" and "unseen" entities (seen: linked in a training passage), {"accuracy":
-    share of masked tokens filled in rightly, "entity": share of mentions that eq. 10 names,
-    "mass_masked", "mass_visible": attention of the last memory layer on memories of the mention's
-    own entity, "n": mentions}."""
+    mentions: corpus numbers (data.eval_mentions). Returns, for "seen" and "unseen" entities (seen:
+    linked in a training passage), {"accuracy": share of masked tokens filled in rightly, "entity":
+    share of mentions that eq. 10 names, "mass_masked", "mass_visible": attention of the last memory
+    layer on memories of the mention's own entity, "n": mentions}."""
     tome.eval()
     rank, size = ann.rank_and_size()
     seen_entity = torch.from_numpy(np.asarray(corpus.entity_count) > 0).to(device)
