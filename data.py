@@ -918,6 +918,9 @@ def write_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync(os.path.dirname(path))
+    except OSError as error:                    # of a full disk, it names none
+        error.filename = error.filename or path
+        raise
     except RuntimeError as error:               # what torch.save makes of a full disk
         raise UserError(f"{path} cannot be written ({error}); make room") from error
     finally:
@@ -941,7 +944,9 @@ def sync(path):
 def commit_folder(part, folder, **about):
     """Gives the folder `part` its final name, once it is durable and meta.json says what it is
     (`about`, plain values) and the checksum of each file. So `folder` is whole or not there."""
-    names = sorted(name for name in os.listdir(part) if name != "meta.json")
+    for name in ("meta.json", "meta.json.tmp"):         # of a commit that was cut off
+        remove(os.path.join(part, name))
+    names = sorted(os.listdir(part))
     crc32 = {name: checksum(os.path.join(part, name)) for name in names}
     write_json(os.path.join(part, "meta.json"), {**about, "crc32": crc32})
     for name in (*names, "."):
@@ -1118,7 +1123,8 @@ class Corpus:
         os.makedirs(part)
         try:
             about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
-            tokenizer.save(os.path.join(part, "tokenizer.json"))
+            with open(os.path.join(part, "tokenizer.json"), "w", encoding="utf-8") as file:
+                file.write(tokenizer.to_str(pretty=True))
             commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
             remove(part)

@@ -14,6 +14,7 @@ M is the number of mentions that ask, N that of memories, K that of retrieved on
 """
 import copy
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,6 +231,7 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
         n_old = theirs["n_passages"] // each
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [array_file(part, shard, name) for name in ARRAYS]
+        record = part / f"shard-{shard:05d}.json"
         if shard < n_old:
             for path in paths:
                 source = Path(old) / path.name
@@ -237,7 +239,7 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                     os.link(source, path)
                 except OSError:                                     # a disk without links
                     data.write_file(path, lambda file: file.write(source.read_bytes()))
-        elif not all(path.exists() for path in paths):
+        elif not is_whole(record, made_by, paths):
             rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
             bad = ~np.isfinite(np.concatenate([rows["keys"], rows["values"]], 1)).all(1)
             if bad.any():
@@ -247,13 +249,21 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                     " again with a lower --lr, or use --set memory_dtype=float32")
             for name, path in zip(ARRAYS, paths):
                 data.write_file(path, lambda file: np.save(file, rows[name], allow_pickle=False))
+            data.write_json(record, made_by | {"crc32": [data.checksum(path) for path in paths]})
     ann.barrier()
     if rank == 0:
+        for record in part.glob("shard-*.json"):
+            record.unlink()
         n = sum(len(np.load(array_file(part, shard, "entity"))) for shard in range(len(shards)))
         data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **made_by, n=n,
                            key_dim=encoder.config.key_dim, value_dim=encoder.config.value_dim,
                            n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
+
+def is_whole(record, made_by, paths):
+    """Whether a shard was written, by this encoder, and is still as it was."""
+    with suppress(OSError, ValueError):
+        return data.read_json(record) == made_by | {"crc32": [*map(data.checksum, paths)]}
 
 def read_manifest(folder):
     """What commit_folder keeps of a memory, a dictionary. Raises UserError if a file is missing."""
@@ -269,6 +279,9 @@ def load_memory(folder, encoder=None, device="cpu"):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
     for name in ARRAYS:         # a process may have no shard; np.load unpickles nothing
-        first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
-        rows[name] = np.concatenate([first[:0], *parts])
+        try:
+            first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
+            rows[name] = np.concatenate([first[:0], *parts])
+        except ValueError as error:
+            raise data.UserError(f"{folder} is damaged ({name}: {error}); remove it") from error
     return MentionMemory(**rows, device=device)

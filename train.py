@@ -109,7 +109,7 @@ PRESETS = {
         hidden=96, n_heads=6, intermediate=192, n_block=1, max_positions=128, mention_rate=0.25,
         init_std=0.05, memory_from=0.25,
         log_every=200, save_every=200, eval_mentions=200, schedule={
-            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(1000, 2e-3, 50, 64),
+            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(600, 1e-3, 50, 64),
             "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
@@ -918,8 +918,10 @@ def read_checkpoint(path):
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint.keys() != CHECKPOINT or checkpoint["recipe"]["format"] != data.FORMAT:
+        recipe = checkpoint["recipe"]
+        if checkpoint.keys() != CHECKPOINT or recipe["format"] != data.FORMAT:
             raise ValueError("it is of another format")
+        int(recipe["steps"]), dict(recipe["made_from"]), float(recipe["lr"][-1][1])
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1327,6 +1329,8 @@ def main(argv=None):
         say(str(stop))
         return 130
     except (UserError, CheckpointError, OSError) as error:
+        if isinstance(error, OSError):
+            error.filename = error.filename or args.out
         return data.complain("train.py", error)
     except RuntimeError as error:           # neither gloo nor a full memory has an exception
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
