@@ -231,7 +231,9 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
         n_old = theirs["n_passages"] // each
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [array_file(part, shard, name) for name in ARRAYS]
-        record = part / f"shard-{shard:05d}.json"
+        record = part / f"shard-{shard:05d}.crc"
+        if is_whole(record, made_by, paths):
+            continue
         if shard < n_old:
             for path in paths:
                 source = Path(old) / path.name
@@ -239,7 +241,7 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                     os.link(source, path)
                 except OSError:                                     # a disk without links
                     data.write_file(path, lambda file: file.write(source.read_bytes()))
-        elif not is_whole(record, made_by, paths):
+        else:
             rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
             bad = ~np.isfinite(np.concatenate([rows["keys"], rows["values"]], 1)).all(1)
             if bad.any():
@@ -249,11 +251,9 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                     " again with a lower --lr, or use --set memory_dtype=float32")
             for name, path in zip(ARRAYS, paths):
                 data.write_file(path, lambda file: np.save(file, rows[name], allow_pickle=False))
-            data.write_json(record, made_by | {"crc32": [data.checksum(path) for path in paths]})
+        data.write_json(record, made_by | {"crc32": [data.checksum(path) for path in paths]})
     ann.barrier()
     if rank == 0:
-        for record in part.glob("shard-*.json"):
-            record.unlink()
         n = sum(len(np.load(array_file(part, shard, "entity"))) for shard in range(len(shards)))
         data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **made_by, n=n,
                            key_dim=encoder.config.key_dim, value_dim=encoder.config.value_dim,

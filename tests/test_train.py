@@ -152,16 +152,23 @@ def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
         assert table.entity[m] == corpus.mention_entity[mention] and table.passage[m] == passage
 
 def test_a_build_that_was_stopped_goes_on_at_the_first_missing_shard(tiny, small_world, tmp_path, monkeypatch):
+    command = "--stage", "memory", "--corpus", small_world, "--out", tmp_path
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 64)
-    run("--stage", "memory", "--corpus", small_world, "--out", tmp_path)
+    assert run(*command) == 0
     folder = only(tmp_path, "memory")
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert sum(name.startswith("keys") for name in files) > 2
-    for name in ("meta.json", "keys-00001.npy"):
-        (folder / name).unlink()
-    part = folder.rename(f"{folder}.part")          # as a build that was cut off leaves it
+    shutil.rmtree(folder)
+
+    def pulled(*args, **kwargs):
+        raise OSError("pulled the plug")
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "commit_folder", pulled)
+        assert run(*command) == 1
+    part = Path(f"{folder}.part")
+    (part / "keys-00001.npy").unlink()
     kept = (part / "keys-00000.npy").stat().st_mtime_ns
-    assert run("--stage", "memory", "--corpus", small_world, "--out", tmp_path) == 0
+    assert run(*command) == 0
     assert files == {p.name: p.read_bytes() for p in folder.iterdir()}
     assert (folder / "keys-00000.npy").stat().st_mtime_ns == kept
 
@@ -668,8 +675,8 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     data.write_toy(world, [line for line in lines if line["title"] not in films], examples)
     data.write_lines(more, [line for line in lines if line["title"] in films])
     data.write_lines(new, questions)
-    schedule = {"batch-tome": train.Schedule(2500, 1.5e-3, 100, 64), "tome": train.Schedule(80, 2e-3, 20, 64),
-                "qa": train.Schedule(60, 1e-3, 10, 64)}
+    schedule = {"batch-tome": train.Schedule(2500, 1.5e-3, 100, 64), "tome": train.Schedule(150, 1e-3, 20, 64),
+                "qa": train.Schedule(150, 1e-3, 10, 64)}
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 500,
                                                "eval_mentions": 40})
     threads = torch.get_num_threads()
