@@ -196,8 +196,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         """Says how visible mentions would attend: so the fit is seen at work."""
         found = masked_mentions(model.tome, corpus, small_memory(), mentions, run.device)
         masses = [f"{figures['mass_visible']:.2f} ({kind})" for kind, figures in found.items()]
-        say(f"batch-tome {when}: visible mentions' attention on their own entity "
-            + ", ".join(masses))
+        say("batch-tome: visible mentions' attention on their own entity "
+            f"{', '.join(masses)} {when}")
         model.train()
 
     def losses(batch, step):
