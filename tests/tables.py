@@ -110,18 +110,21 @@ def pretrained(out, name, seed):
 
 @once
 def finetuned(out, name, seed, task, hops):
-    """The folder of a run fine-tuned on examples about one fact, or about one and two. Then
-    claims begin with a little training on one fact; after more of it, two are not learnt."""
+    """The folder of a run fine-tuned on examples about one fact, or about one and two. Claims about
+    two begin from questions about two, which have learnt to retrieve both facts, and then from
+    claims about one, which have learnt to compare."""
     base = pretrained(out, name, seed)
     folder = f"{base}-{task}-{hops}"
     examples = world(out, seed) / f"{task}.{'one_hop' if hops == ONE else 'both'}.train.jsonl"
     flags = ["--stage", "finetune", "--task", task]
     more = []
-    if hops == TWO:
-        more = ["--steps", 1600]
-        if task == "claims":
-            first = train(Path(f"{folder}-first"), *flags, "--steps", 300, base=base)
-            more += ["--lr", 1e-3, "--start", first / "claims.pt"]
+    if hops == TWO and task == "qa":
+        more = ["--steps", 2000]
+    elif hops == TWO:
+        questions = finetuned(out, name, seed, "qa", TWO) / "qa.pt"
+        first = train(Path(f"{folder}-first"), *flags, "--steps", 400, "--start", questions,
+                      base=base)
+        more = ["--steps", 1600, "--lr", 1e-3, "--start", first / "claims.pt"]
     return train(Path(folder), *flags, "--examples", examples, *more, base=base)
 
 # ---------------------------------------------------------------------------------------- tables

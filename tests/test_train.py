@@ -678,7 +678,7 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     schedule = {"batch-tome": train.Schedule(2500, 1.5e-3, 100, 64), "tome": train.Schedule(150, 1e-3, 20, 64),
                 "qa": train.Schedule(150, 1e-3, 10, 64)}
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 500,
-                                               "eval_mentions": 40})
+                                               "eval_mentions": 40, "memory_from": 0.3})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)        # its matrices are too small for more
     try:
