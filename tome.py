@@ -123,12 +123,10 @@ class BatchTOME(nn.Module):
     def tome(self):
         return self.encoder.tome
 
-    def forward(self, batch, use_memory=True):
+    def forward(self, batch):
         """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
         mask = batch.attention_mask
         H0 = self.tome.read_initial(batch.tokens, mask)
-        if not use_memory:
-            return self.tome.read_blocks(H0, mask)
         # The memory holds what the text says, not what masking left of it (our choice: the paper
         # does not say). A passage never attends to its own mentions, so nothing leaks. Where
         # nothing is masked both are one read.

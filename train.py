@@ -202,13 +202,22 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
 
     def losses(batch, step):
         """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
-        what its passage says of the entity; without it TOME loses most (app. B.5)."""
-        H, _ = model(batch, use_memory=step >= first)
-        z = model.coref(H, batch.row, batch.start, batch.end)
+        what its passage says of the entity; without it TOME loses most (app. B.5). Before the fit
+        it is also asked of H0, which the memory layer reads: there the query of a masked mention
+        has to know whom to look for."""
+        mask, read = batch.attention_mask, []
+        if step < first:
+            read.append(model.tome.read_initial(batch.tokens, mask))
+            H, _ = model.tome.read_blocks(read[0], mask)
+        else:
+            H, _ = model(batch)
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
+        read.append(H)
+        coref = [coreference_loss(model.coref(H_read, batch.row, batch.start, batch.end), entity,
+                                  batch.passage) for H_read in read]
         mlm = mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
         return {"mlm": (1 - settings.coref_weight, mlm),
-                "coref": (settings.coref_weight, coreference_loss(z, entity, batch.passage))}
+                "coref": (settings.coref_weight, sum(coref) / len(coref))}
 
     def small_memory():
         """Of a few passages: to encode all of them again would take too long."""

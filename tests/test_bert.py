@@ -235,24 +235,24 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
     write_bert(tmp_path / "bert", random_bert())
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
                                                "save_every": 1, "eval_mentions": 4})
-    attended, fitted = [], []
-    forward, fit, save = BatchTOME.forward, train.fit_retrieval, torch.save
+    asked, fitted = [], []          # coreference is asked twice a step before the fit, then once
+    coref, fit, save = train.coreference_loss, train.fit_retrieval, torch.save
 
-    def watched_forward(self, batch, use_memory=True):
-        attended.append(use_memory)
-        return forward(self, batch, use_memory)
+    def watched_coref(*args):
+        asked.append(1)
+        return coref(*args)
 
     def watched_fit(model, batches):
         keys = model.encoder.key.linear.weight.clone()
         fit(model, batches)
-        fitted.append((len(attended), not torch.equal(keys, model.encoder.key.linear.weight)))
+        fitted.append((len(asked), not torch.equal(keys, model.encoder.key.linear.weight)))
 
     def stop_after_the_third(values, file):
         if values["step"] == 4:
             raise KeyboardInterrupt
         save(values, file)
 
-    monkeypatch.setattr(BatchTOME, "forward", watched_forward)
+    monkeypatch.setattr(train, "coreference_loss", watched_coref)
     monkeypatch.setattr(train, "fit_retrieval", watched_fit)
     monkeypatch.setattr(torch, "save", stop_after_the_third)
     command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
@@ -261,7 +261,7 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
         train.main(command)
     monkeypatch.setattr(torch, "save", save)
     assert train.main(command) == 0
-    assert attended == [False, False, True, True, True] and fitted == [(2, True)]
+    assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is done again
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -986,4 +986,4 @@ def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run)
         assert data.read_examples(tmp_path / "a" / name, name.split(".")[0])
     write(tmp_path / "file", [])
     done = run("toy", "--out", tmp_path / "file")
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "cannot be written" in done.stderr
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "file: File exists" in done.stderr
