@@ -110,7 +110,7 @@ PRESETS = {
         init_std=0.05, memory_from=0.25,
         log_every=200, save_every=200, eval_mentions=200, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(600, 1e-3, 50, 64),
-            "claims": Schedule(1200, 5e-4, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
+            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
 # ---- The stages ----------------------------------------------------------------------------------

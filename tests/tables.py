@@ -119,10 +119,10 @@ def finetuned(out, name, seed, task, hops):
     flags = ["--stage", "finetune", "--task", task]
     more = []
     if hops == TWO and task == "qa":
-        more = ["--steps", 2000]
+        more = ["--steps", 800]
     elif hops == TWO:
         questions = finetuned(out, name, seed, "qa", TWO) / "qa.pt"
-        first = train(Path(f"{folder}-first"), *flags, "--steps", 400, "--start", questions,
+        first = train(Path(f"{folder}-first"), *flags, "--steps", 1200, "--start", questions,
                       base=base)
         more = ["--steps", 1600, "--lr", 1e-3, "--start", first / "claims.pt"]
     return train(Path(folder), *flags, "--examples", examples, *more, base=base)
