@@ -308,6 +308,15 @@ def eval_batch(corpus, mentions) -> Batch:
     chosen[inside] = corpus.maskable[tokens[inside]]
     return _mask(batch, corpus, chosen, np.where(chosen, corpus.special[MASK], tokens), asked)
 
+def without_targets(batch, hidden) -> Batch:
+    """The batch with the mentions where hidden (M,) is true as they are in the text: not masked."""
+    kept = (batch.target_mention < 0) | ~hidden[batch.target_mention]                   # (L,)
+    tokens = batch.tokens.clone()
+    tokens.view(-1)[batch.target_index[~kept]] = batch.target[~kept]
+    targets = {name: getattr(batch, name)[kept]
+               for name in ("target_index", "target", "target_mention")}
+    return replace(batch, tokens=tokens, masked=batch.masked & ~hidden, **targets)
+
 def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 

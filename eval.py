@@ -227,7 +227,7 @@ def output(run, tome, memory, args):
     mentions, lines = train.sample_eval_mentions(run, 300), rows(figures)
     for share in (0.1, 0.5):
         part = memory.sample(share)
-        measured = train.masked_mentions(tome, run.corpus, part, mentions, run.device)
+        measured, _ = train.masked_mentions(run, tome, part, mentions)
         shares = [f"{kind} {x['accuracy']:.3f}" for kind, x in measured.items() if x["n"]]
         lines.append(f"  with {share:.0%} of the memory: {', '.join(shares) or 'not measured'}")
     return [*lines, *show_masked(*model, 3)]

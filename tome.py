@@ -266,50 +266,58 @@ def mention_ends(H, batch):
 
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
-    """Sets key and query layers in closed form, from the linked mentions of a few batches.
+    """Sets key, query and answer layers in closed form, from the linked mentions of a few batches
+    in which half of the mentions are masked.
 
-    What a mention's [H_s; H_e] says in the last layer (from which keys are made) and in the layer
-    below the memory (from which queries are made) are different vectors, and most of both is the
-    same for every mention: random projections of them find nothing. So a key starts as the whitened
-    principal components of [H_s; H_e]: n directions, each of variance self_score / n, so that the
-    mean score of a key with itself is self_score. A query starts as the linear map that finds a
-    mention's own key from what the memory layer reads (ridge regression), scaled to the same mean
-    score. 20 makes the softmax prefer one key among thousands. No label is used."""
+    Random projections of what [H_s; H_e] says find nothing: most of it is the same for every
+    mention. So a key starts as the whitened principal components of [H_s; H_e] in the unmasked
+    text: n directions, each of variance self_score / n, so that the mean score of a key with itself
+    is self_score. 20 makes the softmax prefer one key among thousands. A query, and z of eq. 10,
+    starts as the linear map (ridge regression) from what its layer reads of a mention in the masked
+    text to the mean key of the mention's entity, scaled to the same mean score. Fitted to the own
+    key in an unmasked text, queries look for the form of a name, which a masked mention lacks: on
+    real text they then find its entity one time in a hundred, and so ten."""
     tome = model.tome
-    inputs = [[] for _ in tome.blocks]          # what each memory layer reads of every mention
-    outputs = []                                # what the Mention Encoder's last layer says of it
+    queries, answers, unmasked, entities = [], [], [], []
     for batch in batches:
-        H = tome.read_initial(batch.tokens, batch.attention_mask)
-        for block, seen in zip(tome.blocks, inputs):
-            seen.append(mention_ends(H, batch))
-            H, _ = block(H, batch.attention_mask, None, None)
-        outputs.append(mention_ends(H, batch))
-    Y = torch.cat(outputs)                                                      # (m, 2 hidden)
-    if len(Y) < 2:
+        mask = batch.attention_mask
+        H0 = tome.read_initial(batch.tokens, mask)
+        H, _ = tome.read_blocks(H0, mask)
+        whole, _ = tome(batch.unmasked, mask)
+        queries.append(mention_ends(H0, batch))
+        answers.append(mention_ends(H, batch))
+        unmasked.append(mention_ends(whole, batch))
+        entities.append(batch.entity[batch.entity > 0])
+    X, entity = torch.cat(unmasked), torch.cat(entities)                # (m, 2 hidden), (m,)
+    if len(X) < 2:
         return
+    mean = X.mean(0)
+    variance, direction = torch.linalg.eigh((X - mean).T @ (X - mean) / len(X))         # rising
     key = model.encoder.key.linear
-    mean = Y.mean(0)
-    variance, direction = torch.linalg.eigh((Y - mean).T @ (Y - mean) / len(Y))         # rising
     n = min(len(key.weight), len(variance))
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
-    W_key = torch.zeros_like(key.weight, dtype=torch.double)                    # (d_K, 2 hidden)
-    W_key[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
-    key.weight.copy_(W_key)
-    key.bias.copy_(-W_key @ mean)
-    keys = (Y - mean) @ W_key.T                                                 # (m, d_K)
-    for block, seen in zip(tome.blocks, inputs):
-        X = torch.cat(seen)                                                     # (m, 2 hidden)
-        X_mean = X.mean(0)
-        X = X - X_mean
-        gram = X.T @ X
-        ridge = 0.1 * gram.diag().mean().clamp(min=1e-6) * torch.eye(len(gram), device=X.device)
-        W_query = torch.linalg.solve(gram + ridge, X.T @ keys).T                # (d_K, 2 hidden)
-        own_score = (X @ W_query.T * keys).sum(1).mean().clamp(min=1e-6)
-        W_query *= self_score / own_score
-        query = block.memory_attention.query.linear
-        query.weight.copy_(W_query)
-        query.bias.copy_(-W_query @ X_mean)
-    tome.answer.load_state_dict(model.encoder.key.state_dict())     # z of eq. 10 starts as the key
+    W = torch.zeros_like(key.weight, dtype=torch.double)                        # (d_K, 2 hidden)
+    W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
+    key.weight.copy_(W)
+    key.bias.copy_(-W @ mean)
+    keys = (X - mean) @ W.T                                                     # (m, d_K)
+    _, which, count = entity.unique(return_inverse=True, return_counts=True)
+    total = keys.new_zeros(len(count), keys.shape[1]).index_add(0, which, keys)
+    wanted = (total / count[:, None])[which]                                    # (m, d_K)
+    for block in tome.blocks:                   # of BATCH-TOME: one
+        fit_linear(block.memory_attention.query.linear, torch.cat(queries), wanted, self_score)
+    fit_linear(tome.answer.linear, torch.cat(answers), wanted, self_score)
+
+def fit_linear(layer, X, wanted, score):
+    """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K), scaled to that mean score."""
+    mean = X.mean(0)
+    X = X - mean
+    gram = X.T @ X
+    ridge = 0.1 * gram.diag().mean().clamp(min=1e-6) * torch.eye(len(gram), device=X.device)
+    W = torch.linalg.solve(gram + ridge, X.T @ wanted).T                        # (d_K, 2 hidden)
+    W *= score / (X @ W.T * wanted).sum(1).mean().clamp(min=1e-6)
+    layer.weight.copy_(W)
+    layer.bias.copy_(-W @ mean)
 
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.

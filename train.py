@@ -30,11 +30,10 @@ import sys
 import time
 import zipfile
 import zlib
-from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -52,6 +51,9 @@ from memory import MentionMemory, build_memory, encode_passages, load_memory, re
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
                   coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
                   predict_entity, read_published, share_of_mean, split_into_blocks, start_positions)
+
+KINDS = ("seen", "unseen", "withheld")      # of entities, by what training names of them
+FITTED_ON = 768                             # passages that fit_retrieval reads
 
 @dataclass
 class Schedule:
@@ -74,6 +76,7 @@ class Settings:
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
     entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
     coref_entities: int = 1_000_000     # coreference only over the most frequent entities
+    withheld: float = 0.0           # share of entities that no loss names, to be evaluated on
     memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
     memory_dtype: str = "float16"
     beta2: float = 0.999
@@ -109,7 +112,7 @@ PRESETS = {
         hidden=96, n_heads=6, intermediate=192, n_block=1, max_positions=128, mention_rate=0.25,
         init_std=0.05, memory_from=0.25,
         log_every=200, save_every=200, eval_mentions=200, schedule={
-            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(600, 1e-3, 50, 64),
+            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
@@ -147,8 +150,9 @@ def epochs_of(run, number, items):
 def masked_batch(run, passages, number, step):
     """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
-    return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                           settings.mentions)
+    batch = data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
+                            settings.mentions)
+    return data.without_targets(batch, torch.from_numpy(run.is_withheld)[batch.entity])
 
 def batch_tome_stage(run, recipe, start=None, examples=None):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
@@ -170,7 +174,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     # Coreference only over the most frequent entities: the others are not linked for this loss.
     count = np.asarray(corpus.entity_count)
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
-    frequent = torch.from_numpy(count >= least).to(run.device)
+    frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
     # Once there is a checkpoint, the BERT of --init need not be there any more.
     begun = (run.out / "batch-tome.pt").exists()
     model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
@@ -178,27 +182,20 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
 
     def before_step(step):
         """Between the part of training without the memory and the part with it, retrieval is fitted
-        in closed form: the new layers would find nothing."""
-        if step == first and first > 0:
-            measure("before the fit")
-            sample = np.random.default_rng(run.seed).permutation(passages)[:768]
-            parts = np.array_split(sample, -(-len(sample) // 32))
-            fit_retrieval(model.eval(), [data.make_batch(corpus, part, None, 0, 0, None)
-                                         .to(run.device) for part in parts])
-            measure("after the fit of keys and queries; from here on the memory is attended")
-        elif step == 0 and first > 0:
-            measure(f"with the initial weights; the memory is off until step {first}")
+        in closed form: the new layers would find nothing. What it brings is said."""
+        if first > 0 and step in (0, first):
+            say(f"batch-tome {step}, memory still off:  {in_words(evaluate())}")
+        if first > 0 and step == first:
+            sample = np.random.default_rng(run.seed).permutation(passages)[:FITTED_ON]
+            rng = np.random.default_rng([run.seed, 7])
+            batches = (data.make_batch(corpus, part, rng, 0.5, 0.1, None).to(run.device)
+                       for part in np.array_split(sample, -(-len(sample) // 32)))
+            fit_retrieval(model.eval(), batches)
+            say(f"batch-tome {step}, after the fit:  {in_words(evaluate())}")
+        model.train()
 
     def next_batch(step):
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
-
-    def measure(when):
-        """Says how visible mentions would attend: so the fit is seen at work."""
-        found = masked_mentions(model.tome, corpus, small_memory(), mentions, run.device)
-        masses = [f"{figures['mass_visible']:.2f} ({kind})" for kind, figures in found.items()]
-        say("batch-tome: visible mentions' attention on their own entity "
-            f"{', '.join(masses)} {when}")
-        model.train()
 
     def losses(batch, step):
         """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
@@ -264,6 +261,7 @@ def tome_stage(run, recipe, start=None, examples=None):
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
     items = epochs_of(run, 2, np.flatnonzero(~run.corpus.held_out))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
+    is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
@@ -273,13 +271,14 @@ def tome_stage(run, recipe, start=None, examples=None):
         found = training_memory.retrieve(z, batch.passage, run.config.k_answer,
                                          run.config.k_answer_shard)
         mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
-        entity = entity_prediction_loss(found.scores, found.entity, batch.entity)
+        named = torch.where(is_withheld[batch.entity], 0, batch.entity)
+        entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # Entities as Experts has this loss at its memory layer. So does TOME-2 at its second one:
         # where one retrieval is enough for MLM, the second layer forgets its own.
         taught = layers if run.config.memory == "entities" else layers[1:]
         if taught and run.config.memory != "none":
-            linking = sum(entity_prediction_loss(layer.scores, layer.entity, batch.entity)
+            linking = sum(entity_prediction_loss(layer.scores, layer.entity, named)
                           for layer in taught)
             result["linking"] = (weight, linking)
         return result
@@ -554,68 +553,95 @@ def open_memory(run, tome, encoder, n_search=None):
 # ---- What is measured while training: does the memory fill in what only a memory can know? -------
 
 @torch.no_grad()
-def masked_mentions(tome, corpus, memory, mentions, device, batch_size=64):
+def masked_mentions(run, tome, memory, mentions, batch_size=64):
     """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
 
-    mentions: corpus numbers (data.eval_mentions). Returns, for "seen" and "unseen" entities (seen:
-    linked in a training passage), {"accuracy": share of masked tokens filled in rightly, "entity":
-    share of mentions that eq. 10 names, "mass_masked", "mass_visible": attention of the last memory
-    layer on memories of the mention's own entity, "n": mentions}."""
+    mentions: corpus numbers (data.eval_mentions). Returns for each kind of entity {"accuracy":
+    share of masked tokens filled in rightly; "entity": share of mentions whose entity eq. 10 names,
+    "recall@20": ... is among its 20 best memories, both without the entities that stand visibly in
+    the passage; "mass_masked", "mass_visible": attention of the last memory layer on memories of
+    the mention's own entity; "n": mentions}, and {mention: its share of tokens filled in rightly}.
+    """
     tome.eval()
-    rank, size = ann.rank_and_size()
-    seen_entity = torch.from_numpy(np.asarray(corpus.entity_count) > 0).to(device)
-    supported = torch.ones_like(seen_entity)            # the entity stands in another passage too
+    corpus, device, (rank, size) = run.corpus, run.device, ann.rank_and_size()
+    kind_of, E = torch.from_numpy(run.entity_kind).to(device), len(corpus.entity_names)
+    supported = torch.ones(E, dtype=torch.bool, device=device)  # it stands in another passage too
     if isinstance(memory, MentionMemory):
-        supported = memory.passages_of(len(corpus.entity_names)) > 1
-    sums = {"seen": Counter(), "unseen": Counter()}
+        supported = memory.passages_of(E) > 1
+    masked, visible = [], []            # a row for each masked mention, and each visible one
     for first in range(0, len(mentions), batch_size):
         chosen = mentions[first:first + batch_size]
         if len(chosen) < size:              # every process needs a row: the last few are left out
             break
         batch = data.eval_batch(corpus, chosen).part(rank, size).to(device)
+        number = torch.from_numpy(chosen[rank::size]).to(device)                        # (B,)
+        asked = batch.mention == number[batch.row]                                      # (M,)
         H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
-        right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target           # (L,)
-        mass = torch.zeros(len(batch.entity), device=device)                                # (M,)
+        mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
         if found[-1] is not None:
             mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(-1)
-        answer = memory.retrieve(tome.answer(H, batch.row, batch.start, batch.end), batch.passage,
-                                 tome.config.k_answer, tome.config.k_answer_shard)
-        named = predict_entity(answer.scores, answer.entity).entity == batch.entity         # (M,)
-        for kind, is_seen in (("seen", True), ("unseen", False)):
-            of_kind = (batch.entity > 0) & (seen_entity[batch.entity] == is_seen)           # (M,)
-            masked, token = of_kind & batch.masked, of_kind[batch.target_mention]           # (L,)
-            visible = of_kind & ~batch.masked & supported[batch.entity]
-            counted = {"tokens": token, "right": right & token, "masked": masked,
-                       "named": named & masked, "mass_masked": mass[masked],
-                       "visible": visible, "mass_visible": mass[visible]}
-            sums[kind].update({name: x.sum().item() for name, x in counted.items()})
-    result = {}
-    for kind, counted in sums.items():
-        total = {name: float(ann.sum_over_processes(counted[name], device)) for name in (
-            "tokens", "right", "masked", "named", "mass_masked", "visible", "mass_visible")}
-        n_masked = max(total["masked"], 1)
-        result[kind] = {"accuracy": total["right"] / max(total["tokens"], 1),
-                        "entity": total["named"] / n_masked,
-                        "mass_masked": total["mass_masked"] / n_masked,
-                        "mass_visible": total["mass_visible"] / max(total["visible"], 1),
-                        "n": int(total["masked"])}
-    return result
+        right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target       # (L,)
+        row = batch.target_index // batch.tokens.shape[1]                               # (L,)
+        n_tokens = torch.bincount(row, minlength=len(number))                           # (B,)
+        n_right = torch.bincount(row[right], minlength=len(number))
+        z = tome.answer(H, batch.row[asked], batch.start[asked], batch.end[asked])
+        answer = memory.retrieve(z, batch.passage[asked], tome.config.k_answer,
+                                 tome.config.k_answer_shard)                            # (B, K)
+        stands = torch.zeros(len(number), E, dtype=torch.bool, device=device)
+        stands[batch.row[~asked], batch.entity[~asked]] = True
+        scores = answer.scores.masked_fill(stands.gather(1, answer.entity), -torch.inf)
+        entity = batch.entity[asked]
+        named = predict_entity(scores, answer.entity).entity == entity
+        top = scores.topk(min(20, scores.shape[1])).indices         # a table is not sorted
+        best = answer.entity.gather(1, top).masked_fill(scores.gather(1, top).isneginf(), -1)
+        recalled = (best == entity[:, None]).any(1)
+        columns = (number, kind_of[entity], n_tokens, n_right, named, recalled, mass[asked])
+        masked.append(torch.stack([column.double() for column in columns], 1))
+        counted = (batch.entity > 0) & ~asked & supported[batch.entity]
+        columns = (kind_of[batch.entity[counted]], mass[counted])
+        visible.append(torch.stack([column.double() for column in columns], 1))
+    masked = ann.gather(torch.cat(masked or [torch.zeros(0, 7, device=device).double()])).cpu()
+    visible = ann.gather(torch.cat(visible or [torch.zeros(0, 2, device=device).double()])).cpu()
+    figures, shares = {}, {}
+    for kind, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
+        number, _, n_tokens, n_right, named, recalled, mass = masked[masked[:, 1] == kind].T
+        mass_visible = visible[visible[:, 0] == kind, 1]
+        n = max(len(number), 1)
+        figures[name] = {
+            "accuracy": n_right.sum().item() / max(n_tokens.sum().item(), 1),
+            "entity": named.sum().item() / n, "recall@20": recalled.sum().item() / n,
+            "mass_masked": mass.sum().item() / n,
+            "mass_visible": mass_visible.sum().item() / max(len(mass_visible), 1),
+            "n": len(number)}
+        shares |= dict(zip(number.long().tolist(), (n_right / n_tokens.clamp(min=1)).tolist()))
+    return figures, shares
 
 def evaluate_memory(run, tome, memory, mentions):
-    """masked_mentions, and its accuracy with the memory emptied and with its values shuffled."""
-    measured = masked_mentions(tome, run.corpus, memory, mentions, run.device)
-    if isinstance(memory, MentionMemory):
-        for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
-            values = masked_mentions(tome, run.corpus, changed, mentions, run.device)
-            for kind in measured:
-                measured[kind][control] = values[kind]["accuracy"]
+    """masked_mentions, and the accuracy with the memory emptied and with its values shuffled.
+    "gain": what the memory adds to a mention's share of right words, the mean over mentions, and
+    its 95% interval from paired differences."""
+    measured, shares = masked_mentions(run, tome, memory, mentions)
+    if not isinstance(memory, MentionMemory):
+        return measured
+    kinds = run.entity_kind[run.corpus.mention_entity[list(shares)]]
+    for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
+        figures, without = masked_mentions(run, tome, changed, mentions)
+        for kind, values in figures.items():
+            measured[kind][control] = values["accuracy"]
+        if control == "emptied":
+            gains = np.array([share - without[m] for m, share in shares.items()])
+            for kind, values in measured.items():
+                gain = gains[kinds == KINDS.index(kind)]
+                if len(gain) > 1:
+                    half = 1.96 * gain.std(ddof=1) / len(gain) ** 0.5
+                    values["gain"] = [gain.mean() + x for x in (0, -half, half)]
     return measured
 
 def sample_eval_mentions(run, n):
-    """n mentions of seen entities and n of unseen ones (data.eval_mentions), always the same."""
+    """n mentions of each kind of entity (data.eval_mentions), always the same."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
-    seen = run.corpus.entity_count[run.corpus.mention_entity[mentions]] > 0
-    return np.concatenate([mentions[seen][:n], mentions[~seen][:n]])
+    kinds = run.entity_kind[run.corpus.mention_entity[mentions]]
+    return np.concatenate([mentions[kinds == kind][:n] for kind in range(len(KINDS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """A small memory for these mentions while the Mention Encoder still changes: the passages of
@@ -784,6 +810,7 @@ def preset(name, n_blocks=1, changes=None, bert=None):
 
 @dataclass
 class Run:
+    """A run folder, opened."""
     out: Path
     saved: dict                 # run.json
     settings: Settings
@@ -800,6 +827,19 @@ class Run:
     def init(self):
         """The published weights that batch-tome starts from: a BERT's folder, or a file."""
         return self.saved["init"]
+
+    @cached_property
+    def is_withheld(self):
+        """(E,) bool: entities that no loss of pre-training names, chosen by their names'
+        checksums; what the model knows of them comes from the memory alone."""
+        names = self.corpus.entity_names
+        crc32 = np.array([zlib.crc32(name.encode()) for name in names])
+        return (crc32 < self.settings.withheld * 2 ** 32) & (np.arange(len(names)) > 0)
+
+    @cached_property
+    def entity_kind(self):
+        """(E,) index into KINDS: an entity that a training passage links is seen or withheld."""
+        return np.where(self.corpus.entity_count == 0, 1, np.where(self.is_withheld, 2, 0))
 
     @property
     def is_baseline(self):

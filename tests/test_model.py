@@ -80,32 +80,37 @@ def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
 
 
 @torch.no_grad()
-def test_fitted_keys_are_white_and_queries_find_them_by_ridge_regression():
+def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_regression():
     torch.manual_seed(5)
     model = BatchTOME(TOME(replace(TINY, max_positions=40)))
-    batches = [read_batch(seed) for seed in range(40)]
+    tome, batches = model.tome, [read_batch(seed) for seed in range(40)]
     fit_retrieval(model, batches, self_score=20.0)
-    keys, inputs, queries = [], [[], []], [[], []]
+    spans, entities = {"key": [], "query": [], "answer": []}, []
     for batch in batches:
-        at = [(r, s, e) for r, s, e, linked in zip(*(x.tolist() for x in (batch.row, batch.start, batch.end, batch.entity > 0)))
-              if linked]
-        H = model.tome.initial(model.tome.embeddings(batch.tokens), batch.attention_mask)
-        for block, xs, qs in zip(model.tome.blocks, inputs, queries):
-            span = torch.stack([torch.cat([H[r, s], H[r, e]]) for r, s, e in at])
-            xs.append(span)
-            qs.append(block.memory_attention.query.linear(span))
-            H = block.transformer(H, batch.attention_mask)
-        keys.append(model.encoder.key.linear(torch.stack([torch.cat([H[r, s], H[r, e]]) for r, s, e in at])))
-    keys = torch.cat(keys).double().numpy()
+        mask, columns = batch.attention_mask, (batch.row, batch.start, batch.end, batch.entity)
+        H0 = tome.initial(tome.embeddings(batch.tokens), mask)
+        H = {"query": H0, "answer": H0, "key": tome.initial(tome.embeddings(batch.unmasked), mask)}
+        for block in tome.blocks:
+            H["answer"], H["key"] = block.transformer(H["answer"], mask), block.transformer(H["key"], mask)
+        for r, s, e, entity in zip(*(column.tolist() for column in columns)):
+            if entity:
+                entities.append(entity)
+                for name in spans:
+                    spans[name].append(torch.cat([H[name][r, s], H[name][r, e]]))
+    spans = {name: torch.stack(rows) for name, rows in spans.items()}
+    keys = model.encoder.key.linear(spans["key"]).double().numpy()
     np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
-    for xs, qs in zip(inputs, queries):
-        X, Q = torch.cat(xs).double().numpy(), torch.cat(qs).double().numpy()
+    wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
+                       for entity in entities])
+    layers = {"query": [block.memory_attention.query for block in tome.blocks], "answer": [tome.answer]}
+    for name, layer in [(name, layer) for name, of_kind in layers.items() for layer in of_kind]:
+        X = spans[name].double().numpy()
         X = X - X.mean(0)
         ridge = np.sqrt(0.1 * np.mean(np.sum(X ** 2, axis=0))) * np.eye(X.shape[1])
-        W = np.linalg.lstsq(np.vstack([X, ridge]), np.vstack([keys, np.zeros((X.shape[1], 4))]), rcond=None)[0]
+        W = np.linalg.lstsq(np.vstack([X, ridge]), np.vstack([wanted, np.zeros((X.shape[1], 4))]), rcond=None)[0]
         expected = X @ W
-        expected *= 20 / (expected * keys).sum(1).mean()
-        np.testing.assert_allclose(Q, expected, atol=1e-3 * np.abs(expected).max())
+        expected *= 20 / (expected * wanted).sum(1).mean()
+        np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
 
 
 def test_positions_begin_as_sinusoids_of_the_size_of_the_other_embeddings():
@@ -124,7 +129,9 @@ def read_batch(seed, n_mentions=6):
     """A batch of random tokens with mentions at random places; the third mention is not linked."""
     g = torch.Generator().manual_seed(seed)
     start = torch.randint(0, 8, (n_mentions,), generator=g)
-    batch = SimpleNamespace(tokens=torch.randint(0, 40, (3, 12), generator=g), attention_mask=torch.ones(3, 12, dtype=bool),
+    tokens = torch.randint(0, 40, (3, 12), generator=g)
+    masked = tokens.masked_fill(torch.rand(3, 12, generator=g) < 0.3, 4)
+    batch = SimpleNamespace(tokens=masked, unmasked=tokens, attention_mask=torch.ones(3, 12, dtype=bool),
                             row=torch.arange(n_mentions) % 3, start=start, end=start + 2, entity=torch.arange(n_mentions) + 1)
     batch.entity[2] = 0
     return batch
