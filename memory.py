@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import ann
 import data
-from encoder import SpanEncodingLayer
+from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
 BATCH_TOKENS = 16384            # tokens that are encoded at a time
@@ -204,7 +204,7 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
         passages, lengths = passages[n:], lengths[n:]
         linked = batch.entity > 0
         spans = (batch.row[linked], batch.start[linked], batch.end[linked])
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with low_precision(encoder.config, device):
             keys, values = encoder(batch.tokens, batch.attention_mask, *spans)
         ids = (batch.entity[linked], batch.passage[linked], batch.mention[linked])
         parts.append([x.cpu().numpy() for x in (keys.float(), values.float(), *ids)])

@@ -20,9 +20,11 @@ H (B, T, hidden) is what the last block says, z a mention's encoding of eq. 10 o
 `memory` a MentionMemory or a baseline's EntityTable.
 """
 import argparse
+import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -46,14 +48,13 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, read_json, write_file, write_json
-from encoder import CheckpointError, Config, beside, bert_config
+from encoder import CheckpointError, Config, beside, bert_config, low_precision
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
                   coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
                   predict_entity, read_published, share_of_mean, split_into_blocks, start_positions)
 
 KINDS = ("seen", "unseen", "withheld")      # of entities, by what training names of them
-FITTED_ON = 768                             # passages that fit_retrieval reads
 
 @dataclass
 class Schedule:
@@ -85,7 +86,8 @@ class Settings:
     # From here on not the paper's: with these, small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
                                     # layers learn the markers; then fit_retrieval runs
-    bert_rate: float = 1.0          # multiple of the learning rate over a BERT (--init)
+    fit_passages: int = 4000        # that it reads
+    bert_rate: float = 1.0          # multiple of the learning rate for the layers of --init
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     log_every: int = 1000
     save_every: int = 1000
@@ -99,18 +101,19 @@ class Settings:
 # Their models are small and their steps few, so rates are ten times the paper's or more, and every
 # shard offers all k of its best: there is one shard.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-             k_answer_shard=64, n_initial=3, cluster=64, memory_fraction=1.0,
+             k_answer_shard=64, n_initial=3, n_block=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
-        hidden=128, n_heads=8, intermediate=512, n_block=1, max_positions=256, memory_from=0.75,
-        bert_rate=0.1, log_every=100, save_every=100, eval_mentions=300, schedule={
-            "batch-tome": Schedule(800, 2e-3, 80, 64), "tome": Schedule(300, 1e-3, 30, 64),
+        hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
+        memory_from=0.6, coref_weight=0.5, mention_rate=0.3, bert_rate=0.05, log_every=100,
+        save_every=100, eval_mentions=300, schedule={
+            "batch-tome": Schedule(1000, 1e-3, 50, 64), "tome": Schedule(200, 5e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
-        hidden=96, n_heads=6, intermediate=192, n_block=1, max_positions=128, mention_rate=0.25,
-        init_std=0.05, memory_from=0.25,
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
+        init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
         log_every=200, save_every=200, eval_mentions=200, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
@@ -186,7 +189,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         if first > 0 and step in (0, first):
             say(f"batch-tome {step}, memory still off:  {in_words(evaluate())}")
         if first > 0 and step == first:
-            sample = np.random.default_rng(run.seed).permutation(passages)[:FITTED_ON]
+            sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
             batches = (data.make_batch(corpus, part, rng, 0.5, 0.1, None).to(run.device)
                        for part in np.array_split(sample, -(-len(sample) // 32)))
@@ -346,13 +349,17 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
-def optimizer_for(model, settings):
-    """AdamW; no weight decay on layer norms and biases (app. A)."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay},
-              {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, settings.beta2), fused=True)
+def optimizer_for(run, model):
+    """AdamW; no weight decay on layer norms and biases (app. A). What --init brought learns at
+    bert_rate times the rate of the layers that are new."""
+    groups = {}
+    for name, parameter in model.named_parameters():
+        is_bert = run.init and re.match(r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.tr)", name)
+        rate = run.settings.bert_rate if is_bert else 1.0
+        decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
+        group = groups.setdefault((rate, decay), {"params": [], "rate": rate, "weight_decay": decay})
+        group["params"].append(parameter)
+    return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
 def learning_rate(recipe, step):
     """Linear warm-up, then linear decay to zero. recipe["lr"]: [first step, peak] of each --lr."""
@@ -364,12 +371,12 @@ def train_step(run, stage, recipe, optimizer, step):
     """One step. Returns {loss: its mean over the batch of all processes} and the tokens read."""
     rank, size = ann.rank_and_size()
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(recipe, step)
+        group["lr"] = learning_rate(recipe, step) * group["rate"]
     torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
     stage.before_step(step)
     batch_of_all = stage.next_batch(step)
     batch = batch_of_all.part(rank, size).to(run.device)
-    with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
+    with low_precision(run.config, run.device):
         losses = stage.losses(batch, step)
         loss = sum(weight * share for weight, share in losses.values())
     optimizer.zero_grad()
@@ -398,7 +405,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
     rank, size = ann.rank_and_size()
     path, model = run.out / f"{kind}.pt", stage.model.to(run.device).train()
-    optimizer = optimizer_for(model, settings)
+    optimizer = optimizer_for(run, model)
     # sums: of the losses since the last evaluation. best: the weights with the best dev score.
     state = {"step": 0, "evaluated": 0, "sums": {}, "best": None, "best_score": -1.0}
     if checkpoint:
@@ -778,6 +785,7 @@ LIMITS = {      # the least and the most of a number, where it is not 1 to 65,53
     "dropout": (0, 0.9), "beta2": (0, 0.999999), "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100),
     "cloze_weight": (0, 100)}
 CHOICES = {"memory_dtype": ("float16", "float32"), "gelu": ("none", "tanh"),
+           "precision": ("float32", "bfloat16"),
            "memory": ("mentions", "entities", "none")}
 
 def check_values(values, flag):
@@ -899,8 +907,6 @@ def schedule_of(run, kind):
         schedule = replace(first, steps=first.steps + schedule.steps)
     if kind == "batch-tome" and run.is_published:       # the paper's own code has trained it
         schedule = replace(schedule, steps=0)
-    if run.init and kind in ("batch-tome", "tome"):
-        schedule = replace(schedule, lr=schedule.lr * run.settings.bert_rate)
     return schedule
 
 def plan(run, kind, flags={}):
@@ -1047,7 +1053,7 @@ def published_init(init, saved):
         raise UserError(f"--init {init}: put the vocab.txt of its BERT there (of the paper's: that "
                         "of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
-    if words != config.vocab_size or config.n_block % config.n_blocks:
+    if words != config.vocab_size or config.n_block not in (1, config.n_blocks * config.layers_a_block):
         raise UserError(f"--init {init}: vocab.txt has {words:,} entries, it {config.vocab_size:,};"
                         f" its {config.n_block} layers are {config.n_blocks} blocks")
     weights = {"flax" if path.suffix not in (".safetensors", ".bin") else path.name: checksum(path)
@@ -1141,7 +1147,7 @@ def load_run(out, saved, device=None):
 
 def open_run(out, task=None, device=None, search="exact", n_search=None):
     """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
-    fast_matmul()
+    fast_cpu()
     run = load_run(out, read_run_file(out), device)
     tome, encoder = load_model(run, task or "tome")
     return run, tome, open_memory(run, tome, encoder, buckets(search, n_search))[0]
@@ -1212,11 +1218,16 @@ def signals_to(handler):
         for number, earlier in before.items():
             signal.signal(number, earlier)
 
-def fast_matmul():
-    """Lets oneDNN multiply in float32, where its results are exact.
+def fast_cpu():
+    """Lets oneDNN multiply in float32, where its results are exact, and keeps freed memory.
 
     Despite its name, "bf16" computes in float32 on a processor without AMX, on AMD's in half the
-    time of MKL. It must be on wherever bits are to agree."""
+    time of MKL. It must be on wherever bits are to agree. Memory that goes back to the system after
+    each product has to be cleared by it before the next one: a third of a step."""
+    with suppress(OSError, AttributeError):         # other systems have no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return
@@ -1263,6 +1274,7 @@ def buckets(search, n_search):
         raise UserError("--n-search goes with --search bucketed")
     return (n_search or 32) if search == "bucketed" else None
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4       # of glibc's malloc.h
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
              "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
@@ -1361,7 +1373,7 @@ def main(argv=None):
     args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with signals_to(leave):
-            fast_matmul()
+            fast_cpu()
             if several:
                 cuda = args.device != "cpu" and torch.cuda.is_available()
                 if cuda:
