@@ -212,12 +212,8 @@ def readable(path, what):
     except CheckpointError:
         raise
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        if isinstance(error, KeyError):
-            reason = f"it lacks {error}"
-        if isinstance(error, ModuleNotFoundError):
-            reason = f"pip install {error.name}"
-        reason = " ".join(reason.split())[:150]
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(reason.split())[:150] or type(error).__name__
         raise CheckpointError(f"{path} cannot be read as {what} ({reason})") from None
 
 def beside(path, name):
@@ -251,14 +247,12 @@ def bert_config(folder, config):
         kind = bert.get("model_type", "bert")
         if kind != "bert":                  # RoBERTa's names are the same, its positions are not
             raise ValueError(f"it is that of a {kind} model")
+        sizes = {ours: bert[theirs] for ours, theirs in BERT_SIZES.items()}
         n_layers = bert["num_hidden_layers"]
         # TOME-2 wants two blocks of the same depth.
         n_block = (n_layers - n_layers // 3) // config.n_blocks * config.n_blocks
-        if n_block == 0:
-            raise ValueError(f"{n_layers} layers are too few for {config.n_blocks} blocks")
-        sizes = {ours: bert[theirs] for ours, theirs in BERT_SIZES.items()}
-        return replace(config, **sizes, gelu=GELU[bert.get("hidden_act", "gelu")],
-                       n_initial=n_layers - n_block, n_block=n_block)
+        return replace(config, **sizes, gelu=GELU[bert["hidden_act"]], n_block=n_block,
+                       n_initial=n_layers - n_block)
 
 def read_safetensors(path):
     """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
@@ -300,10 +294,12 @@ def read_flax(path):
 
     `weights/step<N>` is the encoder's tree. In `checkpoint_<N>` the heads stand beside it, and
     around both an optimizer's state, which is not read. No object is made but these."""
-    import msgpack
+    import msgpack              # optional: readable() says where it is missing
     tree = msgpack.unpackb(Path(path).read_bytes())
     tree = tree.get("params", tree)
-    tensors, left = {}, [*tree.items()] if "encoder" in tree else [("encoder", tree)]
+    if "encoder" not in tree:
+        tree = {"encoder": tree}
+    tensors, left = {}, list(tree.items())
     while left:
         name, node = left.pop()
         if isinstance(node, dict):
@@ -316,47 +312,33 @@ def read_flax(path):
 def flax_config(path, state, config):
     """`config` with the dimensions of these weights, and with what config.json, where there is one,
     says of dropout and of the number of retrieved memories."""
-    def size(name, dim=0):
-        return state[f"encoder.tome.{name}"].shape[dim]
-
-    def n_layers(block):
-        return sum(name.startswith(f"encoder.tome.{block}.layers.") and name.endswith(".up.bias")
-                   for name in state)
-
+    shape = {name.removeprefix("encoder.tome."): tensor.shape for name, tensor in state.items()}
+    layers = [name for name in shape if ".layers." in name and name.endswith(".up.bias")]
+    n_initial = sum(name.startswith("initial") for name in layers)
+    hidden, value_dim = shape["blocks.0.memory_attention.up.weight"]
     config = replace(
-        config, gelu="tanh", hidden=size("embeddings.norm.bias"),
-        vocab_size=size("embeddings.word.weight"), max_positions=size("embeddings.position.weight"),
-        intermediate=size("initial.layers.0.up.bias"), n_initial=n_layers("initial"),
-        n_block=config.n_blocks * n_layers("blocks.0.transformer"),
-        key_dim=size("blocks.0.memory_attention.query.linear.bias"),
-        value_dim=size("blocks.0.memory_attention.up.weight", 1))
-    if "coref.linear.bias" in state:
-        config.coref_dim = len(state["coref.linear.bias"])
+        config, gelu="tanh", vocab_size=shape["embeddings.word.weight"][0], hidden=hidden,
+        max_positions=shape["embeddings.position.weight"][0], value_dim=value_dim,
+        intermediate=shape["initial.layers.0.up.bias"][0], n_initial=n_initial,
+        n_block=len(layers) - n_initial, coref_dim=value_dim,       # their two are one projection
+        key_dim=shape["blocks.0.memory_attention.query.linear.bias"][0])
     file = beside(path, "config.json")
     said = json.loads(file.read_text()).get("model_config", {}) if file else {}
-    for theirs, ours in (("dropout_rate", "dropout"), ("k_top_device", "k"),
-                         ("final_k_top_device", "k_answer")):
+    for theirs, ours, kind in (("dropout_rate", "dropout", float), ("k_top_device", "k", int),
+                               ("final_k_top_device", "k_answer", int)):
         value = said.get("encoder_config", {}).get(theirs)
         if value is not None:
-            setattr(config, ours, type(getattr(config, ours))(value))
+            setattr(config, ours, kind(value))
     return config
 
 def load_flax(path, config):
     """(config, state) of a BATCH-TOME or a TOME that the paper's own code wrote; read_flax says
     which files. With a final retrieval it is a TOME. What such a file still holds of the BATCH-TOME
-    that it began as keeps its name. Needs the package msgpack."""
+    that it began as keeps its name."""
     tensors, flat = read_flax(path), {}
-
-    def has(group):
-        return any(name.startswith(f"encoder.{group}") for name in tensors)
-
-    if has("second_"):
-        raise ValueError("its two reads have each their own encoder")
-    first = "encoder.initial_encoder.layer_sequence.layers_0.attention_block.attention_layer"
-    n_heads, _ = tensors[f"{first}.query.bias"].shape
-    config = replace(config, n_heads=n_heads, n_blocks=2 if has("intermediate_encoder") else 1)
-    is_tome = has("final_query_projector")
-    rules = FLAX_NAMES + FLAX_BLOCKS[config.n_blocks]
+    is_tome = "encoder.final_query_projector.bias" in tensors
+    n_blocks = 2 if any(name.startswith("encoder.intermediate_encoder") for name in tensors) else 1
+    rules = FLAX_NAMES + FLAX_BLOCKS[n_blocks]
     if not is_tome:
         rules.append((r".*\.memory_extraction_layer\.(key|value)_projector", r"encoder.\1.linear"))
     for name, tensor in tensors.items():
@@ -365,7 +347,9 @@ def load_flax(path, config):
             tensor = tensor.reshape(-1, tensors[f"{module}.bias"].numel()).T
         flat[name] = tensor.flatten() if end == "bias" else tensor
     state = renamed(flat, rules)
-    config = flax_config(path, state, config)
+    first = "encoder.initial_encoder.layer_sequence.layers_0.attention_block.attention_layer"
+    n_heads = len(tensors[f"{first}.query.bias"])
+    config = flax_config(path, state, replace(config, n_blocks=n_blocks, n_heads=n_heads))
     if is_tome:         # their z of eq. 10 is two linear maps, one after the other; ours is one
         answer = "encoder.tome.answer.linear"
         W, b = (state[f"{answer}.{end}"].double() for end in ("weight", "bias"))

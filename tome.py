@@ -358,8 +358,8 @@ def read_published(path, config):
             elif not state[name].isfinite().all():
                 raise ValueError(f"a number of {name} is not finite")
         unused = sorted({module_of(name) for name in state.keys() - wanted.keys()})
-        if any(module.startswith(("initial", "blocks")) for module in unused):
-            raise ValueError("its blocks are not equally deep")
+        if any(module.startswith(("initial", "blocks", "second")) for module in unused):
+            raise ValueError("its blocks are not equally deep, or each read has its own")
         return config, {name: state[name] for name in wanted if name in state}, lacks, unused
 
 def module_of(name):

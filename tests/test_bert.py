@@ -336,7 +336,7 @@ DAMAGES = {
     "config.json without layers": (without("num_hidden_layers"), "'num_hidden_layers'"),
     "another kind of model": (change(model_type="roberta"), "is that of a roberta model"),
     "another activation": (change(hidden_act="relu"), "relu"),
-    "too few layers": (change(num_hidden_layers=0), "0 layers are too few"),
+    "too few layers": (change(num_hidden_layers=0), "its blocks are not equally deep"),
     "a wrong shape": (change(intermediate_size=24),
                       r"up.weight is \(20, 12\), the rest of it implies \(24, 12\)"),
     "a missing layer": (change(num_hidden_layers=4), "no tensor for encoder.tome.blocks.0.transformer.layers.2"),
