@@ -275,8 +275,9 @@ def load_bert(folder, config):
     config = replace(bert_config(folder, config), n_blocks=1)
 
     def place(match):
-        above = int(match[1]) - config.n_initial
-        return f"blocks.0.transformer.layers.{above}" if above >= 0 else f"initial.layers.{match[1]}"
+        i = int(match[1])
+        above = f"blocks.0.transformer.layers.{i - config.n_initial}"
+        return f"initial.layers.{i}" if i < config.n_initial else above
 
     file = Path(folder) / "model.safetensors"
     if not file.exists():

@@ -337,29 +337,27 @@ def read_published(path, config):
 
     config: `config` with its dimensions; a BERT is one block, which split_into_blocks shares out.
     state: a state dictionary of a part of BatchTOME. lacks: modules of which it has nothing;
-    unused: groups of its tensors that have no place here. Raises CheckpointError."""
-    load, what = load_flax, "weights of the paper's own code"
-    if os.path.isdir(path):
-        load, what = load_bert, "a BERT"
-    with readable(path, what):
-        config, state = load(path, config)
+    unused: modules of it that have no place here. Raises CheckpointError."""
+    is_bert = os.path.isdir(path)
+    with readable(path, "a BERT" if is_bert else "weights of the paper's own code"):
+        config, state = load_bert(path, config) if is_bert else load_flax(path, config)
         with torch.device("meta"):                              # shapes without numbers
             wanted = BatchTOME(TOME(config)).state_dict()
-        lacks, there = [], {module_of(name) for name in state}
+        if any(".layers." in name for name in state.keys() - wanted.keys()):
+            raise ValueError("its blocks are not equally deep, or each read has its own")
+        ours, theirs = ({module_of(name): None for name in names} for names in (wanted, state))
         for name, tensor in wanted.items():
-            module = module_of(name)
             if name not in state:
-                if module in there or module.endswith(("embeddings", "initial", "transformer")):
+                module = module_of(name)        # a head may be missing as a whole
+                if module in theirs or module.endswith(("embeddings", "initial", "transformer")):
                     raise ValueError(f"no tensor for {name}; it is another kind of model")
-                lacks += [module] if module not in lacks else []
             elif state[name].shape != tensor.shape:
                 raise ValueError(f"{name} is {tuple(state[name].shape)}, the rest of it implies "
                                  f"{tuple(tensor.shape)}")
             elif not state[name].isfinite().all():
                 raise ValueError(f"a number of {name} is not finite")
-        unused = sorted({module_of(name) for name in state.keys() - wanted.keys()})
-        if any(module.startswith(("initial", "blocks", "second")) for module in unused):
-            raise ValueError("its blocks are not equally deep, or each read has its own")
+        lacks = [module for module in ours if module not in theirs]
+        unused = sorted(theirs.keys() - ours.keys())
         return config, {name: state[name] for name in wanted if name in state}, lacks, unused
 
 def module_of(name):

@@ -325,7 +325,8 @@ DAMAGES = {
     "embeddings of one dimension": changed(**{TOKENS: np.zeros(97, np.float32)}),
     "no number": changed(**{BIAS: np.full(16, np.nan, np.float32)}),
     "whole numbers": changed(**{BIAS: np.zeros(16, np.int64)}),
-    "a second encoder": changed(second_final_encoder__bias=np.zeros(3, np.float32)),
+    "a second encoder": changed(
+        second_final_encoder__layer_sequence__layers_0__mlp_block__mlp__bias=np.zeros(3, np.float32)),
     "objects": pack({"x": np.zeros(1, np.float32)}).replace(b"float32", b"object\x20"),
 }
 
