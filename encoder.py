@@ -188,11 +188,11 @@ FLAX_NAMES = [
     (r"embedder\.embedders_token_ids", "embeddings.word"), (r"embeddings_norm", "embeddings.norm"),
     (r"embedder\.embedders_(position|segment)_ids", r"embeddings.\1"),
     (r"initial_encoder", "initial"), (r"layer_sequence\.layers_", "layers."),
-    (r"attention_block\.attention_layer", "attention"), (r"mlp_block\.mlp", "up"),
-    (r"attention_block\.norm", "attention_norm"), (r"mlp_block\.dense", "down"),
-    (r"mlp_block\.norm", "norm"), (r"update_layer\.norm", "norm"),
-    (r"update_layer\.retrieval_projector", "up"), (r"\.query_projector", ".query.linear"),
-    (r"final_query_projector", "answer.linear"), (r".*\.mention_projector", "coref.linear")]
+    (r"attention_block\.attention_layer", "attention"), (r"mlp_block\.dense", "down"),
+    (r"attention_block\.norm", "attention_norm"), (r"(mlp_block|update_layer)\.norm", "norm"),
+    (r"mlp_block\.mlp|update_layer\.retrieval_projector", "up"),
+    (r"\.query_projector", ".query.linear"), (r"final_query_projector", "answer.linear"),
+    (r".*\.mention_projector", "coref.linear")]
 FLAX_BLOCKS = {     # by the number of blocks: the memory layers, and the layers above each
     1: [(r"\.memory_attention_layer", ".blocks.0.memory_attention"),
         (r"final_encoder", "blocks.0.transformer")],
@@ -224,6 +224,7 @@ def beside(path, name):
     return found[0] if found else None
 
 def tensor_of(numbers, dtype, shape):
+    """Of bytes, a name in DTYPES and a list of sizes."""
     return torch.from_numpy(np.frombuffer(numbers, DTYPES[dtype]).reshape(shape).copy())
 
 def renamed(raw, rules):
@@ -258,13 +259,11 @@ def read_safetensors(path):
     """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
     content = Path(path).read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, about in header.items():
-        begin, end = about["data_offsets"]
+    header, tensors = json.loads(content[8:start]), {}
+    for name in header.keys() - {"__metadata__"}:
+        begin, end = header[name]["data_offsets"]
         numbers = content[start + begin:start + end]
-        tensors[name] = tensor_of(numbers, about["dtype"], about["shape"])
+        tensors[name] = tensor_of(numbers, header[name]["dtype"], header[name]["shape"])
     return tensors
 
 def load_bert(folder, config):

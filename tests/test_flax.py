@@ -326,7 +326,7 @@ DAMAGES = {
     "no number": changed(**{BIAS: np.full(16, np.nan, np.float32)}),
     "whole numbers": changed(**{BIAS: np.zeros(16, np.int64)}),
     "a second encoder": changed(
-        second_final_encoder__layer_sequence__layers_0__mlp_block__mlp__bias=np.zeros(3, np.float32)),
+        second_final_encoder__layer_sequence__layers_0__layer_norm__bias=np.ones(3, np.float32)),
     "objects": pack({"x": np.zeros(1, np.float32)}).replace(b"float32", b"object\x20"),
 }
 
@@ -360,7 +360,8 @@ def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refuse
             assert "\n" not in str(error)
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_config": 3}', "[" * 10 ** 5,
-                                  '{"model_config": {"encoder_config": {"dropout_rate": "x"}}}'])
+                                  '{"model_config": {"encoder_config": {"dropout_rate": "x"}}}',
+                                  '{"model_config": {"encoder_config": {"dropout_rate": 7}}}'])
 def test_a_config_that_is_none_is_refused_in_one_sentence(text, tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "step1").write_bytes(changed())
