@@ -11,7 +11,6 @@ d_V = value_dim, d_C = coref_dim.
 """
 import json
 import re
-import struct
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,36 +175,39 @@ def init_weights(module, std):
 
 # ---- Published weights ---------------------------------------------------------------------------
 # Two readers: of a BERT as it is published, and of a BATCH-TOME or TOME as the paper's own code
-# writes it. Both return a Config and a state dictionary in the names of tome.BatchTOME, by rules
-# (regular expression, replacement). tome.read_published uses them and checks that all fits.
+# writes it. Both return a Config and a state dictionary in the names of tome.BatchTOME, which rules
+# (regular expression, replacement) make of theirs. tome.read_published checks that all fits.
 
 GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # its name -> torch's
-SAFETENSORS = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I64": np.int64}
+DTYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "I64": np.int64,
+          "float32": np.float32}                                            # the last is flax's
+BERT_SIZES = {"vocab_size": "vocab_size", "hidden": "hidden_size", "n_heads": "num_attention_heads",
+              "intermediate": "intermediate_size", "max_positions": "max_position_embeddings"}
 BERT_NAMES = [
-    (r"^bert\.", ""), (r"gamma$", "weight"), (r"beta$", "bias"),       # of older files
-    (r"^embeddings\.(word|position)_embeddings", r"embeddings.\1"),
-    (r"^embeddings\.token_type_embeddings", "embeddings.segment"),
-    (r"^embeddings\.LayerNorm", "embeddings.norm"), (r"^encoder\.layer\.", "layers."),
-    (r"attention\.self\.", "attention."), (r"attention\.output\.dense", "attention.out"),
-    (r"attention\.output\.LayerNorm", "attention_norm"), (r"intermediate\.dense", "up"),
-    (r"output\.dense", "down"), (r"output\.LayerNorm", "norm"),
-    (r"^cls\.predictions\.transform\.dense", "mlm.dense"),
-    (r"^cls\.predictions\.transform\.LayerNorm", "mlm.norm"),
-    (r"^cls\.predictions\.bias", "mlm.bias")]
+    (r"^bert\.", ""), (r"gamma$", "weight"), (r"beta$", "bias"),            # of older files
+    (r"token_type_embeddings", "segment"), (r"_embeddings", ""), (r"LayerNorm", "norm"),
+    (r"attention\.self", "attention"), (r"attention\.output\.dense", "attention.out"),
+    (r"attention\.output\.norm", "attention_norm"), (r"intermediate\.dense", "up"),
+    (r"output\.dense", "down"), (r"output\.norm", "norm"),
+    (r"^cls\.predictions\.transform", "mlm"), (r"^cls\.predictions\.bias", "mlm.bias")]
 FLAX_NAMES = [
-    (r"^encoder\.embedder\.embedders_token_ids", "embeddings.word"),
-    (r"^encoder\.embedder\.embedders_(position|segment)_ids", r"embeddings.\1"),
-    (r"^encoder\.embeddings_layer_norm", "embeddings.norm"),
-    (r"^encoder\.initial_encoder\.layer_sequence\.layers_", "initial.layers."),
-    (r"attention_block\.attention_layer", "attention"), (r"mlp_block\.mlp", "up"),
-    (r"attention_block\.layer_norm", "attention_norm"), (r"mlp_block\.dense", "down"),
-    (r"mlp_block\.layer_norm", "norm"), (r"^mlm_layer\.layer_norm", "mlm.norm"),
-    (r"^mlm_layer\.", "mlm."), (r"\.query_projector", ".query.linear"),
-    (r"update_layer\.retrieval_projector", "up"), (r"update_layer\.layer_norm", "norm")]
-FLAX_BLOCKS = {     # by the number of blocks: what the memory layers and the layers above them are
-    1: [("memory_attention_layer", 0), ("final_encoder", 0)],
-    2: [("intermediate_memory_attention_layer", 0), ("intermediate_encoder", 0),
-        ("final_memory_attention_layer", 1), ("final_encoder", 1)]}
+    (r"^encoder\.", "encoder.tome."), (r"^mlm_layer\.", "encoder.tome.mlm."),
+    (r"(kernel|scale|embedding)$", "weight"), (r"layer_norm", "norm"),
+    (r"embedder\.embedders_token_ids", "embeddings.word"), (r"embeddings_norm", "embeddings.norm"),
+    (r"embedder\.embedders_(position|segment)_ids", r"embeddings.\1"),
+    (r"initial_encoder", "initial"), (r"layer_sequence\.layers_", "layers."),
+    (r"attention_block\.attention_layer", "attention"), (r"mlp_block\.dense", "down"),
+    (r"attention_block\.norm", "attention_norm"), (r"(mlp_block|update_layer)\.norm", "norm"),
+    (r"mlp_block\.mlp|update_layer\.retrieval_projector", "up"),
+    (r"\.query_projector", ".query.linear"), (r"final_query_projector", "answer.linear"),
+    (r".*\.mention_projector", "coref.linear")]
+FLAX_BLOCKS = {     # by the number of blocks: the memory layers, and the layers above each
+    1: [(r"\.memory_attention_layer", ".blocks.0.memory_attention"),
+        (r"final_encoder", "blocks.0.transformer")],
+    2: [(r"intermediate_memory_attention_layer", "blocks.0.memory_attention"),
+        (r"intermediate_encoder", "blocks.0.transformer"),
+        (r"final_memory_attention_layer", "blocks.1.memory_attention"),
+        (r"final_encoder", "blocks.1.transformer")]}
 
 class CheckpointError(Exception):
     """A published checkpoint that cannot be used: one sentence that says why."""
@@ -229,8 +231,12 @@ def beside(path, name):
     found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
     return found[0] if found else None
 
+def tensor_of(numbers, dtype, shape):
+    """Of bytes, a name in DTYPES and a list of sizes."""
+    return torch.from_numpy(np.frombuffer(numbers, DTYPES[dtype]).reshape(shape).copy())
+
 def renamed(raw, rules):
-    """The tensors {published name: tensor} under our names. Raises KeyError."""
+    """The tensors {published name: tensor} under our names."""
     state = {}
     for name, tensor in raw.items():
         for pattern, ours in rules:
@@ -242,39 +248,44 @@ def renamed(raw, rules):
         state[name.replace("query", "qkv")] = torch.cat(parts)
     return state
 
-def read_safetensors(path):
-    """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
-    content = Path(path).read_bytes()
-    length, = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8:8 + length])
-    numbers, tensors = memoryview(content)[8 + length:], {}
-    for name in header.keys() - {"__metadata__"}:
-        begin, end = header[name]["data_offsets"]
-        array = np.frombuffer(numbers[begin:end], SAFETENSORS[header[name]["dtype"]])
-        tensors[name] = torch.from_numpy(array.reshape(header[name]["shape"]).copy())
-    return tensors
-
 def bert_config(folder, config):
     """`config` with the dimensions of the BERT in that folder: its n_block last layers stand above
     the first memory layer (§4.1: 8 of 12). Raises CheckpointError."""
     with readable(f"{folder}/config.json", "that of a BERT, whose folder --init wants"):
         bert = json.loads((Path(folder) / "config.json").read_text())
-        n_initial, kind = bert["num_hidden_layers"] - config.n_block, bert.get("model_type", "bert")
+        kind = bert.get("model_type", "bert")
         if kind != "bert":                  # RoBERTa's names are the same, its positions are not
             raise ValueError(f"it is that of a {kind} model")
+        sizes = {ours: bert[theirs] for ours, theirs in BERT_SIZES.items()}
+        n_initial = bert["num_hidden_layers"] - config.n_block
         if n_initial < 1:
             raise ValueError(f"of its layers none is left below the {config.n_block} of n_block")
-        return replace(config, vocab_size=bert["vocab_size"], hidden=bert["hidden_size"],
-                       n_heads=bert["num_attention_heads"], intermediate=bert["intermediate_size"],
-                       max_positions=bert["max_position_embeddings"], gelu=GELU[
-                           bert.get("hidden_act", "gelu")], n_initial=n_initial)
+        return replace(config, **sizes, gelu=GELU[bert["hidden_act"]], n_initial=n_initial)
+
+def read_safetensors(path):
+    """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
+    content = Path(path).read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, tensors = json.loads(content[8:start]), {}
+    for name in header.keys() - {"__metadata__"}:
+        begin, end = header[name]["data_offsets"]
+        numbers = content[start + begin:start + end]
+        tensors[name] = tensor_of(numbers, header[name]["dtype"], header[name]["shape"])
+    return tensors
 
 def load_bert(folder, config):
     """(config, state) of a BERT's folder: config.json, and model.safetensors or pytorch_model.bin.
 
-    config: bert_config's. state: what BERT has of BATCH-TOME, with an MLM head where it has one.
-    Raises CheckpointError. A stranger's file runs no code (weights_only)."""
-    config, file = bert_config(folder, config), Path(folder) / "model.safetensors"
+    config: bert_config's, but in one block. state: what BERT has of BATCH-TOME, with an MLM head
+    where it has one. A stranger's file runs no code (weights_only)."""
+    config = replace(bert_config(folder, config), n_blocks=1)
+
+    def place(match):
+        i = int(match[1])
+        above = f"blocks.0.transformer.layers.{i - config.n_initial}"
+        return f"initial.layers.{i}" if i < config.n_initial else above
+
+    file = Path(folder) / "model.safetensors"
     if not file.exists():
         file = file.with_name("pytorch_model.bin")
     with readable(file, "a BERT's weights; download it again"):
@@ -282,107 +293,74 @@ def load_bert(folder, config):
             raw = read_safetensors(file)
         else:
             raw = torch.load(file, map_location="cpu", weights_only=True)
-        state = {}
-        for name, tensor in renamed(raw, BERT_NAMES).items():
-            if name.startswith("layers."):
-                _, i, rest = name.split(".", 2)
-                above = int(i) - config.n_initial
-                name = f"blocks.0.transformer.layers.{above}.{rest}"
-                if above < 0:
-                    name = f"initial.layers.{i}.{rest}"
-            state[f"encoder.tome.{name}"] = tensor
-    return config, state
+        return config, renamed(raw, [*BERT_NAMES, (r"^encoder\.layer\.(\d+)", place),
+                                     (r"^", "encoder.tome.")])
 
 def read_flax(path):
-    """{name: array} of a message pack: maps whose leaves are extension 1, [shape, type, bytes].
+    """{name: tensor} of a message pack: maps whose leaves are extensions, [shape, type, bytes].
 
     `weights/step<N>` is the encoder's tree. In `checkpoint_<N>` the heads stand beside it, and
     around both an optimizer's state, which is not read. No object is made but these."""
-    try:
-        import msgpack
-    except ImportError:
-        raise CheckpointError(f"{path} is a flax checkpoint: pip install msgpack") from None
+    import msgpack              # optional: readable() says where it is missing
     tree = msgpack.unpackb(Path(path).read_bytes())
     tree = tree.get("params", tree)
-    arrays, left = {}, list(tree.items() if "encoder" in tree else [("encoder", tree)])
+    if "encoder" not in tree:
+        tree = {"encoder": tree}
+    tensors, left = {}, list(tree.items())
     while left:
         name, node = left.pop()
         if isinstance(node, dict):
             left += [(f"{name}.{key}", child) for key, child in node.items()]
-        elif isinstance(node, msgpack.ExtType) and node.code == 1:
+        else:
             shape, dtype, numbers = msgpack.unpackb(node.data)
-            arrays[name] = np.frombuffer(numbers, {"float32": np.float32}[dtype]).reshape(shape)
-            if not np.isfinite(arrays[name]).all():
-                raise ValueError(f"a number of {name} is not finite")
-    return arrays
+            tensors[name] = tensor_of(numbers, dtype, shape)
+    return tensors
 
-def flax_config(path, arrays, config):
-    """`config` with the dimensions of these arrays, and with what config.json, where there is one,
+def flax_config(path, state, config):
+    """`config` with the dimensions of these weights, and with what config.json, where there is one,
     says of dropout and of the number of retrieved memories."""
-    def size(name):
-        return arrays[f"encoder.{name}"].shape[0]
-
-    def n_layers(block):
-        return sum(name.startswith(f"encoder.{block}_encoder.") and name.endswith(".mlp.bias")
-                   for name in arrays)
-
-    n_blocks = 2 if n_layers("intermediate") else 1
-    memory, layer = FLAX_BLOCKS[n_blocks][0][0], "initial_encoder.layer_sequence.layers_0"
+    shape = {name.removeprefix("encoder.tome."): tensor.shape for name, tensor in state.items()}
+    layers = [name for name in shape if ".layers." in name and name.endswith(".up.bias")]
+    n_initial = sum(name.startswith("initial") for name in layers)
+    hidden, value_dim = shape["blocks.0.memory_attention.up.weight"]
     config = replace(
-        config, vocab_size=size("embedder.embedders_token_ids.embedding"), gelu="tanh",
-        max_positions=size("embedder.embedders_position_ids.embedding"),
-        hidden=size("embeddings_layer_norm.bias"), intermediate=size(f"{layer}.mlp_block.mlp.bias"),
-        n_heads=size(f"{layer}.attention_block.attention_layer.query.bias"),
-        n_initial=n_layers("initial"), n_block=n_blocks * n_layers("final"), n_blocks=n_blocks,
-        key_dim=size(f"{memory}.query_projector.bias"),
-        value_dim=size(f"{memory}.update_layer.retrieval_projector.kernel"))
-    if "encoder.mention_projector.bias" in arrays:
-        config = replace(config, coref_dim=size("mention_projector.bias"))
+        config, gelu="tanh", vocab_size=shape["embeddings.word.weight"][0], hidden=hidden,
+        max_positions=shape["embeddings.position.weight"][0], value_dim=value_dim,
+        intermediate=shape["initial.layers.0.up.bias"][0], n_initial=n_initial,
+        n_block=len(layers) - n_initial, coref_dim=value_dim,       # their two are one projection
+        key_dim=shape["blocks.0.memory_attention.query.linear.bias"][0])
     file = beside(path, "config.json")
     said = json.loads(file.read_text()).get("model_config", {}) if file else {}
-    for name, ours in (("dropout_rate", "dropout"), ("k_top_device", "k"),
-                       ("final_k_top_device", "k_answer")):
-        value = said.get("encoder_config", {}).get(name)
+    for theirs, ours, kind in (("dropout_rate", "dropout", float), ("k_top_device", "k", int),
+                               ("final_k_top_device", "k_answer", int)):
+        value = said.get("encoder_config", {}).get(theirs)
         if value is not None:
-            config = replace(config, **{ours: type(getattr(config, ours))(value)})
+            setattr(config, ours, kind(value))
     return config
 
 def load_flax(path, config):
     """(config, state) of a BATCH-TOME or a TOME that the paper's own code wrote; read_flax says
     which files. With a final retrieval it is a TOME. What such a file still holds of the BATCH-TOME
-    that it began as keeps its name. Raises CheckpointError. Needs the package msgpack."""
-    with readable(path, "weights of the paper's own code"):
-        arrays, raw, state = read_flax(path), {}, {}
-        config = flax_config(path, arrays, config)
-        is_tome = "encoder.final_query_projector.bias" in arrays
-        if any(name.startswith("encoder.second_") for name in arrays):
-            raise ValueError("its two reads have each their own encoder")
-        for name, array in arrays.items():
-            stem, _, end = name.rpartition(".")
-            if end == "kernel":             # [in, out]; of attention [in, heads, size] or the like
-                array = array.reshape(-1, arrays[f"{stem}.bias"].size).T
-            if end == "bias":
-                array = array.ravel()
-            raw[f"{stem}.{'bias' if end == 'bias' else 'weight'}"] = torch.from_numpy(array.copy())
-        rules = list(FLAX_NAMES)
-        for theirs, block in FLAX_BLOCKS[config.n_blocks]:
-            ours = "transformer" if theirs.endswith("encoder") else "memory_attention"
-            rules.append((rf"^encoder\.{theirs}\.(layer_sequence\.layers_)?",
-                          lambda match, ours=f"blocks.{block}.{ours}.":
-                          ours + ("layers." if match[1] else "")))
-        for name, tensor in renamed(raw, rules).items():
-            state[f"encoder.tome.{name}"] = tensor
-        for theirs, ours in (("mention_projector", "coref"),
-                             ("memory_extraction_layer.key_projector", "encoder.key"),
-                             ("memory_extraction_layer.value_projector", "encoder.value")):
-            for end in ("weight", "bias"):
-                name = f"encoder.tome.encoder.{theirs}.{end}"
-                if name in state and not (is_tome and ours != "coref"):
-                    state[f"{ours}.linear.{end}"] = state.pop(name)
-        if is_tome:     # their z of eq. 10 is two linear maps, one after the other; ours is one
-            W_first, b_first, W, b = (state.pop(f"{name}.{end}").double() for name in (
-                "coref.linear", "encoder.tome.encoder.final_query_projector")
-                for end in ("weight", "bias"))
-            state["encoder.tome.answer.linear.weight"] = (W @ W_first).float()
-            state["encoder.tome.answer.linear.bias"] = (W @ b_first + b).float()
+    that it began as keeps its name."""
+    tensors, flat = read_flax(path), {}
+    is_tome = "encoder.final_query_projector.bias" in tensors
+    n_blocks = 2 if any(name.startswith("encoder.intermediate_encoder") for name in tensors) else 1
+    rules = FLAX_NAMES + FLAX_BLOCKS[n_blocks]
+    if not is_tome:
+        rules.append((r".*\.memory_extraction_layer\.(key|value)_projector", r"encoder.\1.linear"))
+    for name, tensor in tensors.items():
+        module, _, end = name.rpartition(".")
+        if end == "kernel":                 # [in, out]; of attention [in, heads, size] or the like
+            tensor = tensor.reshape(-1, tensors[f"{module}.bias"].numel()).T
+        flat[name] = tensor.flatten() if end == "bias" else tensor
+    state = renamed(flat, rules)
+    first = "encoder.initial_encoder.layer_sequence.layers_0.attention_block.attention_layer"
+    n_heads = len(tensors[f"{first}.query.bias"])
+    config = flax_config(path, state, replace(config, n_blocks=n_blocks, n_heads=n_heads))
+    if is_tome:         # their z of eq. 10 is two linear maps, one after the other; ours is one
+        answer = "encoder.tome.answer.linear"
+        W, b = (state[f"{answer}.{end}"].double() for end in ("weight", "bias"))
+        W_first, b_first = (state.pop(f"coref.linear.{end}").double() for end in ("weight", "bias"))
+        state[f"{answer}.weight"] = (W @ W_first).float()
+        state[f"{answer}.bias"] = (W @ b_first + b).float()
     return config, state

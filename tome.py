@@ -17,7 +17,6 @@ tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are a
 """
 import hashlib
 import os
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ann
-from encoder import (CheckpointError, Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock,
-                     init_weights, load_bert, load_flax)
+from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, init_weights,
+                     load_bert, load_flax, readable)
 from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
 class TOMEBlock(nn.Module):
@@ -344,36 +343,32 @@ def part_of(state, prefix):
 def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
-    config: `config` with its dimensions. state: a state dictionary of a part of BatchTOME. lacks:
-    modules of which it has nothing; unused: groups of its tensors that have no place here. Raises
-    CheckpointError where a shape is wrong or a module is there in part."""
+    config: `config` with its dimensions; a BERT is one block, which split_into_blocks shares out.
+    state: a state dictionary of a part of BatchTOME. lacks: modules of which it has nothing;
+    unused: modules of it that have no place here. Raises CheckpointError."""
     is_bert = os.path.isdir(path)
-    config, state = load_bert(path, config) if is_bert else load_flax(path, config)
-    # BATCH-TOME has one block: split_into_blocks shares its layers out.
-    with torch.device("meta"):                              # shapes without numbers
-        model = BatchTOME(TOME(replace(config, n_blocks=1) if is_bert else config))
-    wanted, missing, lacks = model.state_dict(), {}, []
-    for name, tensor in wanted.items():
-        if name not in state:
-            missing.setdefault(module_of(name), []).append(name)
-        elif state[name].shape != tensor.shape:
-            raise CheckpointError(f"{path}: {name} is {tuple(state[name].shape)}, the rest of it "
-                                  f"implies {tuple(tensor.shape)}")
-    for module, names in missing.items():
-        is_needed = module.startswith(("embeddings", "initial", "blocks"))
-        if is_bert and module.endswith("memory_attention"):
-            is_needed = False
-        if is_needed or any(module_of(name) == module for name in state):
-            raise CheckpointError(f"{path}: no tensor for {names[0]}; it is another kind of model")
-        lacks.append(module)
-    unused = sorted({module_of(name) for name in state.keys() - wanted.keys()})
-    if any(module.startswith(("initial", "blocks")) for module in unused):
-        raise CheckpointError(f"{path}: its blocks are not equally deep")
-    return config, {name: state[name] for name in wanted if name in state}, lacks, unused
+    with readable(path, "a BERT" if is_bert else "weights of the paper's own code"):
+        config, state = load_bert(path, config) if is_bert else load_flax(path, config)
+        with torch.device("meta"):                              # shapes without numbers
+            wanted = BatchTOME(TOME(config)).state_dict()
+        if any(".layers." in name for name in state.keys() - wanted.keys()):
+            raise ValueError("its blocks are not equally deep, or each read has its own")
+        ours, theirs = ({module_of(name): None for name in names} for names in (wanted, state))
+        for name, tensor in wanted.items():
+            if name not in state:
+                module = module_of(name)        # a head may be missing as a whole
+                if module in theirs or module.endswith(("embeddings", "initial", "transformer")):
+                    raise ValueError(f"no tensor for {name}; it is another kind of model")
+            elif state[name].shape != tensor.shape:
+                raise ValueError(f"{name} is {tuple(state[name].shape)}, the rest of it implies "
+                                 f"{tuple(tensor.shape)}")
+            elif not state[name].isfinite().all():
+                raise ValueError(f"a number of {name} is not finite")
+        lacks = [module for module in ours if module not in theirs]
+        unused = sorted(theirs.keys() - ours.keys())
+        return config, {name: state[name] for name in wanted if name in state}, lacks, unused
 
 def module_of(name):
     """"blocks.0.memory_attention" or "mlm", of a name in BatchTOME's state dictionary."""
-    for prefix in ("encoder.", "tome.", "encoder."):
-        name = name.removeprefix(prefix)
-    parts = name.split(".")
+    parts = name.removeprefix("encoder.").removeprefix("tome.").split(".")
     return ".".join(parts[:3] if parts[0] == "blocks" else parts[:1])

@@ -349,16 +349,18 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
+BERT_PART = r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.transformer)"     # of a model
+
 def optimizer_for(run, model):
     """AdamW; no weight decay on layer norms and biases (app. A). What --init brought learns at
     bert_rate times the rate of the layers that are new."""
     groups = {}
     for name, parameter in model.named_parameters():
-        is_bert = run.init and re.match(r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.tr)", name)
+        is_bert = run.init and re.match(BERT_PART, name)
         rate = run.settings.bert_rate if is_bert else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
-        group = groups.setdefault((rate, decay), {"params": [], "rate": rate, "weight_decay": decay})
-        group["params"].append(parameter)
+        group = {"params": [], "rate": rate, "weight_decay": decay}
+        groups.setdefault((rate, decay), group)["params"].append(parameter)
     return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
 def learning_rate(recipe, step):
@@ -1053,7 +1055,8 @@ def published_init(init, saved):
         raise UserError(f"--init {init}: put the vocab.txt of its BERT there (of the paper's: that "
                         "of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
-    if words != config.vocab_size or config.n_block not in (1, config.n_blocks * config.layers_a_block):
+    if words != config.vocab_size or \
+            config.n_block not in (1, config.n_blocks * config.layers_a_block):
         raise UserError(f"--init {init}: vocab.txt has {words:,} entries, it {config.vocab_size:,};"
                         f" its {config.n_block} layers are {config.n_blocks} blocks")
     weights = {"flax" if path.suffix not in (".safetensors", ".bin") else path.name: checksum(path)
