@@ -14,7 +14,9 @@ An accuracy alone says little about a memory. Beside "memory", that with it, sta
     without_memory   the memory layers are off; the answer to a question is still retrieved
     majority         the most frequent label or answer, always given
 
-An entity is "seen" if a training passage links it; an "unseen" one came with the memory.
+An entity is "seen" if a training passage links it; an "unseen" one came with the memory; one that
+is "withheld" (--set withheld=0.25) stands in training passages, but no loss of pre-training named it.
+"gain" is "memory" minus "emptied", the mean over mentions, with its 95% interval.
 This program only reads: it neither trains nor builds.
 """
 import argparse
@@ -35,11 +37,16 @@ from tome import answer_question, claim_logits, predict_entity
 # ------------------------------------------------------ figures; a cell holds those of n items
 
 def masked_mention_figures(run, tome, memory, n=1000):
-    """The keys "masked_mention" and "same_entity_mass" of --json: at most n held-out mentions seen
-    and n unseen, each masked alone in its passage. Figures of no mention are None."""
+    """The keys "masked_mention" and "same_entity_mass" of --json: at most n held-out mentions of
+    each kind of entity, each masked alone in its passage. Figures of no mention are None."""
     masked, mass = {}, {}
-    measured = train.evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
+    mentions = train.sample_eval_mentions(run, n)
+    measured = train.evaluate_memory(run, tome, memory, mentions)
+    kinds = run.entity_kind[run.corpus.mention_entity[mentions]]
     for kind, values in measured.items():
+        if isinstance(memory, MentionMemory):
+            of_kind = mentions[kinds == train.KINDS.index(kind)]
+            values |= bm25_vote(run, memory.passage.unique().tolist(), of_kind)
         n = values.pop("n")
         values = {name: value if n > 0 else None for name, value in values.items()}
         mass[kind] = {x: values.pop(f"mass_{x}") for x in ("visible", "masked")} | {"n": n}
@@ -96,33 +103,69 @@ def wilson(share, n, z=1.96):
     half = z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
     return [max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
 
-def bm25_recall(run, passages, examples, k=20, k1=0.9, b=0.4):
-    """Recall@20 beside TOME's (app. B.4): is a mention of an answer in one of the k passages p that
-    are best by Robertson's BM25? For the tokens t of a question, each tf times in p and in df
-    of the P passages:
+class BM25:
+    """Robertson's BM25 over these passages of the corpus. For the tokens t of a query, each tf
+    times in passage p and in df of the P passages:
 
         score of p = sum over t of log(1 + (P - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
-    with norm = k1 (1 - b + b |p| / mean |p|). A passage holds more than one of TOME's memories:
-    this favours BM25, as in the paper; but there, an answer's words also count where not linked."""
-    corpus, hits = run.corpus, []
-    P, n = len(set(passages)), len(corpus.article)          # the other passages have scores of 0
-    place = np.repeat(np.arange(n), np.diff(corpus.passage_start))      # the passage of each token
-    kept = np.isin(place, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
-    order = np.flatnonzero(kept)[np.argsort(corpus.tokens[kept], kind="stable")]
-    place, tokens = place[order], corpus.tokens[order]                  # sorted by token
-    norm = k1 * (1 - b + b * np.bincount(place, minlength=n) * P / max(len(tokens), 1))     # (n,)
-    for example in examples:
-        scores = np.zeros(n)
-        for t in run.tokenizer.encode(example.text, add_special_tokens=False).ids:
-            first, last = np.searchsorted(tokens, [t, t + 1])
-            tf = np.bincount(place[first:last], minlength=n)                                # (n,)
+    with norm = k1 (1 - b + b |p| / mean |p|)."""
+
+    def __init__(self, corpus, passages, k1=0.9, b=0.4):
+        self.k1, self.n_passages, self.n = k1, len(set(passages)), len(corpus.article)
+        place = np.repeat(np.arange(self.n), np.diff(corpus.passage_start))     # of each token
+        kept = np.isin(place, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
+        order = np.flatnonzero(kept)[np.argsort(corpus.tokens[kept], kind="stable")]
+        self.place, self.tokens = place[order], corpus.tokens[order]            # sorted by token
+        length = np.bincount(self.place, minlength=self.n)
+        self.norm = k1 * (1 - b + b * length * self.n_passages / max(len(order), 1))    # (n,)
+
+    def best(self, tokens, k, without=-1):
+        """The numbers and scores of the k best passages, but not of passage `without`."""
+        scores = np.zeros(self.n)
+        for t in tokens:
+            first, last = np.searchsorted(self.tokens, [t, t + 1])
+            tf = np.bincount(self.place[first:last], minlength=self.n)
             df = np.count_nonzero(tf)
-            scores += np.log1p((P - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + norm)
-        best = [p for p in np.argsort(-scores, kind="stable")[:k] if scores[p] > 0]
+            idf = np.log1p((self.n_passages - df + 0.5) / (df + 0.5))
+            scores += idf * tf * (self.k1 + 1) / (tf + self.norm)
+        if without >= 0:
+            scores[without] = 0
+        order = np.argsort(-scores, kind="stable")[:k]
+        order = order[scores[order] > 0]
+        return order, scores[order]
+
+def bm25_recall(run, passages, examples, k=20):
+    """Recall@20 beside TOME's (app. B.4): is a mention of an answer in one of the k best passages?
+    A passage holds more than one of TOME's memories: this favours BM25, as in the paper; but there,
+    an answer's words also count where not linked."""
+    corpus, bm25, hits = run.corpus, BM25(run.corpus, passages), []
+    for example in examples:
+        question = run.tokenizer.encode(example.text, add_special_tokens=False).ids
+        best, _ = bm25.best(question, k)
         answers = [corpus.entity_index.get(answer, -1) for answer in example.answers]
         hits.append(any(np.isin(corpus.passage_entities(p), answers).any() for p in best))
     return float(np.mean(hits))
+
+def bm25_vote(run, passages, mentions, k=20):
+    """The entity of masked mentions by BM25: each of the k best passages for the rest of the
+    mention's passage votes with its score for its entities, but for those that stand there too.
+    {"bm25_entity": share of mentions named rightly, "bm25_entity@20": ... among the best 20}."""
+    corpus, bm25, ranks = run.corpus, BM25(run.corpus, passages), []
+    for m in mentions:
+        p, entity = int(corpus.passage_of(m)), corpus.mention_entity[m]
+        first, last = corpus.passage_start[p:p + 2]
+        tokens = corpus.tokens[first:last]
+        rest = np.delete(tokens, slice(corpus.mention_start[m], corpus.mention_end[m] + 1))
+        votes = np.zeros(len(corpus.entity_names))
+        for passage, score in zip(*bm25.best(rest, k, without=p)):
+            votes[np.unique(corpus.passage_entities(passage))] += score
+        others = corpus.passage_entities(p)
+        votes[others[others != entity]] = votes[0] = 0
+        ranks.append(np.count_nonzero(votes >= votes[entity]) if votes[entity] > 0 else k + 1)
+    shares = {"bm25_entity": 1, "bm25_entity@20": k}
+    return {name: float(np.mean(np.array(ranks) <= limit)) if ranks else 0.0
+            for name, limit in shares.items()}
 
 # ------------------------------------------------------ what a mention retrieves (tables 3, 4, 12)
 
@@ -165,6 +208,18 @@ def show_masked(run, tome, memory, n=5):
         words = {batch.mention.tolist().index(mention): data.MASK}
         yield from look(run, tome, memory, run.corpus.show_mention(mention), batch, words)
 
+def show_where_it_helps(run, tome, memory, n=10):
+    """The first n held-out mentions that only the model with its memory fills in rightly, and the
+    first n that only the model without does."""
+    mentions = train.sample_eval_mentions(run, 300)
+    _, shares = train.masked_mentions(run, tome, memory, mentions)
+    _, without = train.masked_mentions(run, tome, memory.emptied(), mentions)
+    for title, sign in (("Right with the memory alone:", 1), ("Right without it alone:", -1)):
+        yield f"\n{title}"
+        found = [m for m in shares if (shares[m] == 1) - (without[m] == 1) == sign]
+        yield from [f"  {run.corpus.show_mention(m)}" for m in found[:n]]
+        yield f"  ({len(found)} of {len(shares)})"
+
 def show_examples(run, tome, memory, task, examples):
     """What the mentions of examples retrieve, and what the model says (task None: nothing)."""
     for example in examples:
@@ -196,6 +251,8 @@ def rows(figures, name=""):
     for key, value in figures.items():
         if isinstance(value, float):
             row += f"   {key} {value:.3f}"
+        elif key == "gain" and value:
+            row += "   gain {:.3f} ({:.3f} to {:.3f})".format(*value)
         elif not isinstance(value, dict):
             row += f"   {key} {value}"
         elif key != "interval":
@@ -230,7 +287,7 @@ def output(run, tome, memory, args):
         measured, _ = train.masked_mentions(run, tome, part, mentions)
         shares = [f"{kind} {x['accuracy']:.3f}" for kind, x in measured.items() if x["n"]]
         lines.append(f"  with {share:.0%} of the memory: {', '.join(shares) or 'not measured'}")
-    return [*lines, *show_masked(*model, 3)]
+    return [*lines, *show_where_it_helps(*model), *show_masked(*model, 3)]
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)

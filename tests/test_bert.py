@@ -146,7 +146,7 @@ def write_corpus(path):
 
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
-    config, state, lacks, _ = read_published(folder, Config(dropout=0.0))
+    config, state, lacks, _ = read_published(folder, Config(dropout=0.0, n_block=2))
     state = part_of(state, "encoder.tome.")
     embeddings, block = Embeddings(config), TransformerBlock(config, config.n_initial + config.n_block)
     embeddings.load_state_dict(part_of(state, "embeddings."))
@@ -204,12 +204,11 @@ def test_half_precision_weights_are_read_as_float32(tmp_path):
     assert torch.equal(down, tensors["encoder.layer.0.output.dense.weight"].float())
 
 
-@pytest.mark.parametrize("n_layers, n_blocks, split", [
-    (12, 1, (4, 8)), (12, 2, (4, 8)), (6, 1, (2, 4)), (6, 2, (2, 4)), (5, 2, (1, 4)), (4, 1, (1, 3)), (4, 2, (2, 2))])
-def test_a_third_of_the_layers_lies_below_the_first_memory_layer_as_in_the_paper(tmp_path, n_layers, n_blocks, split):
+@pytest.mark.parametrize("n_layers, n_block, n_blocks, below", [(12, 8, 1, 4), (12, 8, 2, 4), (6, 1, 1, 5), (6, 1, 2, 5)])
+def test_the_layers_above_the_first_memory_layer_are_the_presets_the_others_lie_below(tmp_path, n_layers, n_block, n_blocks, below):
     write_bert(tmp_path, {}, {**DIMS, "num_hidden_layers": n_layers})
-    config = bert_config(tmp_path, Config(n_blocks=n_blocks))
-    assert (config.n_initial, config.n_block) == split
+    config = bert_config(tmp_path, Config(n_block=n_block, n_blocks=n_blocks))
+    assert (config.n_initial, config.n_block) == (below, n_block)
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2])
@@ -217,7 +216,7 @@ def test_a_third_of_the_layers_lies_below_the_first_memory_layer_as_in_the_paper
 def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(tmp_path, capsys, n_blocks):
     tensors = random_bert(mlm=n_blocks == 1)
     folder = write_bert(tmp_path / "bert", tensors)
-    config = bert_config(folder, Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_blocks=n_blocks))
+    config = bert_config(folder, Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_block=2, n_blocks=n_blocks))
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
     saved = train.RUN | {"preset": "mini", "init": str(folder)}
@@ -339,10 +338,10 @@ DAMAGES = {
     "a size that is no number": (change(hidden_size="many"), "cannot be read as a BERT"),
     "a number that is not finite": (other_tensors(lambda w: w["cls.predictions.bias"].fill_(math.nan)),
                                     "a number of encoder.tome.mlm.bias is not finite"),
-    "too few layers": (change(num_hidden_layers=0), "its blocks are not equally deep"),
+    "too few layers": (change(num_hidden_layers=2), "none is left below the 2 of n_block"),
     "a wrong shape": (change(intermediate_size=24),
                       r"up.weight is \(20, 12\), the rest of it implies \(24, 12\)"),
-    "a missing layer": (change(num_hidden_layers=4), "no tensor for encoder.tome.blocks.0.transformer.layers.2"),
+    "a missing layer": (change(num_hidden_layers=4), "no tensor for encoder.tome.blocks.0.transformer.layers.1"),
     "a missing tensor": (other_tensors(lambda w: w.pop("encoder.layer.1.output.dense.bias")),
                          "no tensor for encoder.tome.blocks.0.transformer.layers.0.down.bias"),
     "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "no tensor for encoder.tome.mlm.bias"),
@@ -361,7 +360,7 @@ DAMAGES = {
 def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, damage, message):
     damage(write_bert(tmp_path / "bert"))
     with pytest.raises(CheckpointError, match=message) as error:
-        read_published(tmp_path / "bert", Config())
+        read_published(tmp_path / "bert", Config(n_block=2))
     assert "\n" not in str(error.value) and str(tmp_path / "bert") in str(error.value)
     assert not (tmp_path / "bert" / "harm").exists()
 
@@ -375,10 +374,10 @@ def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
                    (8 + header + len(whole)) // 2, len(whole) - 1]:
         file.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="model.safetensors cannot be read") as error:
-            read_published(tmp_path, Config())
+            read_published(tmp_path, Config(n_block=2))
         assert "\n" not in str(error.value), length
     file.write_bytes(whole)
-    read_published(tmp_path, Config())
+    read_published(tmp_path, Config(n_block=2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -399,7 +398,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
     run = train.make_run(train.parse_arguments(["--stage", "tome", "--out", str(out)]))
     train.load_model(run, "batch-tome")
-    assert (run.config.n_initial, run.config.n_block, run.config.n_blocks) == ((1, 2, 1), (1, 2, 2))[blocks - 1]
+    assert (run.config.n_initial, run.config.n_block, run.config.n_blocks) == (2, 1, blocks)
 
 
 def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, capsys):

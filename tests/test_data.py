@@ -578,6 +578,20 @@ def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
     assert nested > 50
 
 
+def test_mentions_without_targets_read_as_they_stand_in_the_text(corpus):
+    batch = data.make_batch(corpus, np.arange(12), np.random.default_rng(2), .5, .1, None)
+    hidden = batch.entity % 2 == 1
+    assert (hidden & batch.masked).any() and (~hidden & batch.masked).any()
+    found = data.without_targets(batch, hidden)
+    kept = [i for i, m in enumerate(batch.target_mention.tolist()) if m < 0 or not hidden[m]]
+    for name in ("target_index", "target", "target_mention"):
+        assert getattr(found, name).tolist() == [getattr(batch, name).tolist()[i] for i in kept]
+    expected = batch.unmasked.flatten().tolist()
+    for index in found.target_index.tolist():
+        expected[index] = batch.tokens.flatten()[index].item()
+    assert found.tokens.flatten().tolist() == expected and not (found.masked & hidden).any()
+
+
 def test_masking_rates_and_replacements(tmp_path):
     words = " ".join(WORDS[i % 14] for i in range(30))
     mentions = (0, 3, "x"), (4, 15, "y"), (16, 19, None), (24, 29, "z"), (30, 35, "w")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -256,6 +257,56 @@ def test_bm25_is_robertsons_formula_and_a_hit_a_passage_with_a_linked_mention_of
             for answers in (NAMES[:1], NAMES[2:3], NAMES[5:7], ["tea"], []):
                 example = data.Example(query, [], None, answers, {})
                 assert evaluation.bm25_recall(loaded, chosen, [example], k) == bool(linked & set(answers))
+
+def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_that_stands_there(run):
+    loaded = train.open_run(run)[0]
+    corpus, mentions = loaded.corpus, train.sample_eval_mentions(loaded, 30)
+    every, special = list(range(len(corpus.article))), set(corpus.special.values())
+    words = {p: corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist() for p in every}
+    texts = {p: [t for t in words[p] if t not in special] for p in every}
+    mean, ranks, k = sum(map(len, texts.values())) / len(texts), [], 3
+    for m in mentions:
+        own, entity = int(corpus.passage_of(m)), corpus.mention_entity[m]
+        rest = words[own][:corpus.mention_start[m]] + words[own][corpus.mention_end[m] + 1:]
+        scores = {}
+        for p in set(every) - {own}:
+            for t in set(rest) - special:
+                df, tf = sum(t in text for text in texts.values()), texts[p].count(t)
+                scores[p] = scores.get(p, 0) + rest.count(t) * (math.log(1 + (len(texts) - df + .5) / (df + .5)) * tf * 1.9
+                                                                / (tf + .9 * (.6 + .4 * len(texts[p]) / mean)))
+        best = sorted(scores, key=lambda p: (-round(scores[p], 9), p))[:k]
+        there = set(corpus.passage_entities(own).tolist()) - {entity} | {0}
+        votes = {}
+        for p in best:
+            for e in set(corpus.passage_entities(p).tolist()) - there:
+                votes[e] = votes.get(e, 0) + scores[p]
+        ranks.append(sum(vote >= votes[entity] for vote in votes.values()) if entity in votes else 99)
+    found = evaluation.bm25_vote(loaded, every, mentions, k)
+    assert found == {"bm25_entity": np.mean([r == 1 for r in ranks]), "bm25_entity@20": np.mean([r <= k for r in ranks])}
+    assert min(ranks) <= k < max(ranks)
+
+def test_withheld_entities_are_evaluated_apart_and_a_gain_has_the_interval_of_paired_differences(run):
+    loaded, tome, memory = train.open_run(run)
+    loaded.settings.withheld = 0.5
+    measured = train.evaluate_memory(loaded, tome, memory, train.sample_eval_mentions(loaded, 40))
+    assert set(measured) == {"seen", "unseen", "withheld"} and measured["withheld"]["n"] and measured["seen"]["n"]
+    for kind, values in measured.items():
+        shares = []
+        for changed in (memory, memory.emptied()):
+            alone = []                          # each mention by itself, read by the model as it is
+            for m in train.sample_eval_mentions(loaded, 40):
+                name = loaded.corpus.entity_names[loaded.corpus.mention_entity[m]]
+                if (zlib.crc32(name.encode()) % 2 ** 32 < 2 ** 31) == (kind == "withheld") and kind != "unseen":
+                    batch = data.eval_batch(loaded.corpus, np.array([m]))
+                    H, _ = tome(batch.tokens, batch.attention_mask, batch, changed)
+                    right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target
+                    alone.append(right.float().mean().item())
+            shares.append(alone)
+        assert values["n"] == len(shares[0])
+        if shares[0]:
+            gains = [a - b for a, b in zip(*shares)]
+            half = 1.96 * np.std(gains, ddof=1) / len(gains) ** .5
+            np.testing.assert_allclose(values["gain"], [np.mean(gains), np.mean(gains) - half, np.mean(gains) + half], atol=1e-6)
 
 def retrieved(lines):
     """{words: {layer: [(weight, passage), …]}} of the lines that show one text."""
