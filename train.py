@@ -1226,10 +1226,11 @@ def fast_cpu():
 
     Despite its name, "bf16" computes in float32 on a processor without AMX, on AMD's in half the
     time of MKL. It must be on wherever bits are to agree. Memory that goes back to the system after
-    each product has to be cleared by it before the next one: a third of a step."""
+    every product has to be cleared by it before the next one: up to a third of a step. Arrays over
+    32 MiB still go back, or the heap would fill up with holes."""
     with suppress(OSError, AttributeError):         # other systems have no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_MMAP_THRESHOLD, 2 ** 25)
         mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
@@ -1277,7 +1278,7 @@ def buckets(search, n_search):
         raise UserError("--n-search goes with --search bucketed")
     return (n_search or 32) if search == "bucketed" else None
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4       # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # of glibc's malloc.h
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
              "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
