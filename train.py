@@ -20,7 +20,6 @@ H (B, T, hidden) is what the last block says, z a mention's encoding of eq. 10 o
 `memory` a MentionMemory or a baseline's EntityTable.
 """
 import argparse
-import ctypes
 import hashlib
 import json
 import os
@@ -1150,7 +1149,7 @@ def load_run(out, saved, device=None):
 
 def open_run(out, task=None, device=None, search="exact", n_search=None):
     """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
-    fast_cpu()
+    fast_matmul()
     run = load_run(out, read_run_file(out), device)
     tome, encoder = load_model(run, task or "tome")
     return run, tome, open_memory(run, tome, encoder, buckets(search, n_search))[0]
@@ -1221,17 +1220,11 @@ def signals_to(handler):
         for number, earlier in before.items():
             signal.signal(number, earlier)
 
-def fast_cpu():
-    """Lets oneDNN multiply in float32, where its results are exact, and keeps freed memory.
+def fast_matmul():
+    """Lets oneDNN multiply in float32, where its results are exact.
 
     Despite its name, "bf16" computes in float32 on a processor without AMX, on AMD's in half the
-    time of MKL. It must be on wherever bits are to agree. Memory that goes back to the system after
-    every product has to be cleared by it before the next one: up to a third of a step. Arrays over
-    32 MiB still go back, or the heap would fill up with holes."""
-    with suppress(OSError, AttributeError):         # other systems have no mallopt
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 2 ** 25)
-        mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
+    time of MKL. It must be on wherever bits are to agree."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return
@@ -1278,7 +1271,6 @@ def buckets(search, n_search):
         raise UserError("--n-search goes with --search bucketed")
     return (n_search or 32) if search == "bucketed" else None
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # of glibc's malloc.h
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
              "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
@@ -1377,7 +1369,7 @@ def main(argv=None):
     args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         with signals_to(leave):
-            fast_cpu()
+            fast_matmul()
             if several:
                 cuda = args.device != "cpu" and torch.cuda.is_available()
                 if cuda:

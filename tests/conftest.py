@@ -15,7 +15,7 @@ PRECISION = getattr(MATMUL, "fp32_precision", None)
 
 @pytest.fixture(autouse=True)
 def plain_matmul():
-    """train.main and train.open_run set oneDNN (train.fast_cpu): not for the next test."""
+    """train.main and train.open_run set oneDNN (train.fast_matmul): not for the next test."""
     if PRECISION is not None:
         MATMUL.fp32_precision = PRECISION
     yield
