@@ -70,15 +70,9 @@ class Text(NamedTuple):
     mentions: list
     split: str | None = None    # "train", "held_out" or None: by its title
 
-class Span(NamedTuple):
-    """A mention by its tokens."""
-    first: int
-    last: int       # exclusive
-    index: int      # which of the text's mentions
-
 class Passage(NamedTuple):
     tokens: np.ndarray      # (n + 2m + 2,) int32, [CLS] … [SEP]
-    start: np.ndarray       # (m,) positions of [E_start]; outer mentions before inner ones
+    start: np.ndarray       # (m,) positions of [E_start]
     end: np.ndarray         # (m,) positions of [E_end]
     index: np.ndarray       # (m,) which of the text's mentions
     chars: tuple            # the passage's characters in the text: from, to (None: the end)
@@ -86,83 +80,59 @@ class Passage(NamedTuple):
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (T) and max_length positions.
 
+    A passage ends as late as these two allow, and never inside a mention. A mention covers every
+    token that it touches. Mentions that share a token: the one that starts first stays, of those
+    that start together the longest, so that a mention is masked without telling half of another.
+
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
-    A mention covers every token that it touches. No cut crosses a mention: where mentions that
-    overlap fit no passage together, the longest goes. dropped: a Counter of reasons, added to."""
-    ids, n = encoding.ids, len(encoding.ids)
-    starts = [start for start, _ in encoding.offsets]
+    dropped: a Counter of the reasons for which mentions were left out, added to."""
+    ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
     ends = [end for _, end in encoding.offsets]
-    spans = []
+    spans = []                      # first token, the token after the last, which mention
     for i, (start, end, *_) in enumerate(mentions):
-        first, last = bisect_right(ends, start), bisect_left(starts, end)
-        if first >= last:
+        first, stop = bisect_right(ends, start), bisect_left(starts, end)
+        if first >= stop:
             dropped["without a token"] += 1
-        elif last - first > passage_length or last - first + 4 > max_length:
+        elif stop - first > passage_length or stop - first + 4 > max_length:
             dropped["longer than a passage"] += 1
         else:
-            spans.append(Span(first, last, i))
-    spans.sort(key=lambda span: (span.first, -span.last))       # outer before inner
-
-    def within(lo, hi):     # between two cuts that cross no mention
-        return spans[bisect_left(spans, (lo,)):bisect_left(spans, (hi,))]
-
-    def fits(lo, hi):
-        positions = hi - lo + 2 * len(within(lo, hi)) + 2
-        return hi - lo <= passage_length and positions <= max_length
-
-    # Cut wherever no mention is crossed. A part that still fits no passage is a chain of mentions
-    # that overlap: the longest is dropped, and the part is cut again.
-    parts, waiting = [], [(0, n)] if n else []      # from the left
-    while waiting:
-        lo, hi = waiting.pop()
-        crossed = {t for span in within(lo, hi) for t in range(span.first + 1, span.last)}
-        cuts = [t for t in range(lo, hi + 1) if t not in crossed]
-        if len(cuts) > 2:
-            waiting += reversed(list(pairwise(cuts)))
-        elif fits(lo, hi):
-            parts.append((lo, hi))
+            spans.append((first, stop, i))
+    mention_at, t = {}, 0           # first token -> the token after the last, which mention
+    for first, stop, i in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if first < t:
+            dropped["overlaps another mention"] += 1
         else:
-            longest = max(within(lo, hi), key=lambda span: span.last - span.first)
-            dropped["overlaps too many others for one passage"] += 1
-            spans.remove(longest)
-            waiting.append((lo, hi))
+            mention_at[first] = stop, i
+            t = stop
 
-    edges = [0]                 # as many parts as fit become a passage
-    for lo, hi in parts:
-        if not fits(edges[-1], hi):
-            edges.append(lo)
-    passages = []
-    for lo, hi in pairwise([*edges, n] if n else []):
-        chars = (starts[lo] if lo else 0, starts[hi] if hi < n else None)
-        passages.append(_set_markers(ids, lo, hi, within(lo, hi), special, chars))
-    return passages
-
-def _set_markers(ids, lo, hi, spans, special, chars):
-    """Tokens lo … hi as a Passage."""
-    markers = []
-    # Before one token stand ends, the inner first, then starts, the outer first.
-    for m, span in enumerate(spans):
-        markers.append((span.last, 0, -m))
-        markers.append((span.first, 1, m))
-    tokens, start, end = [special[CLS]], [0] * len(spans), [0] * len(spans)
-    for before, is_start, m in sorted(markers):
-        tokens += ids[lo:before]
-        lo = before
-        if is_start:
-            start[m] = len(tokens)
-            tokens.append(special[E_START])
+    rows, edges, t = [], [], 0      # of each passage its lists; the characters at which it begins
+    while t < len(starts):          # one token, or a whole mention
+        stop, i = mention_at.get(t, (t + 1, None))
+        room = stop - t + (1 if i is None else 3)               # markers and [SEP]
+        if not rows or stop - lo > passage_length or len(tokens) + room > max_length:
+            lo, tokens, start, end, index = t, [special[CLS]], [], [], []
+            rows.append((tokens, start, end, index))
+            edges.append(starts[lo] if lo else 0)
+        if i is None:
+            tokens.append(ids[t])
         else:
-            end[-m] = len(tokens)
+            index.append(i)
+            start.append(len(tokens))
+            tokens += [special[E_START], *ids[t:stop]]
+            end.append(len(tokens))
             tokens.append(special[E_END])
-    tokens += [*ids[lo:hi], special[SEP]]
-    index = np.array([span.index for span in spans], np.int64)
-    return Passage(np.array(tokens, np.int32), np.array(start, np.int64), np.array(end, np.int64),
-                   index, chars)
+        t = stop
+    passages = []
+    for (tokens, *columns), chars in zip(rows, pairwise([*edges, None])):
+        tokens = np.array([*tokens, special[SEP]], np.int32)
+        passages.append(Passage(tokens, *(np.array(c, np.int64) for c in columns), chars))
+    return passages
 
 # ---------------------------------------------------------------- batches and masking
 
-# the fields of a Batch that have an entry a row
+# the fields of a Batch that have an entry a row, and those with an entry a mention
 ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
+MENTIONS = ("row", "start", "end", "entity", "passage", "masked", "mention")
 
 @dataclass
 class Batch:
@@ -185,8 +155,12 @@ class Batch:
     answer_mention: torch.Tensor | None = None  # (B,) the mention to be answered, -1 = none
 
     def to(self, device) -> "Batch":
-        return Batch(**{name: tensor if tensor is None else tensor.to(device, non_blocking=True)
-                        for name, tensor in vars(self).items()})
+        return Batch(**{name: tensor.to(device, non_blocking=True)
+                        for name, tensor in vars(self).items() if tensor is not None})
+
+    def of_mentions(self, kept) -> dict:
+        """{field: tensor} of these of the mentions."""
+        return {name: getattr(self, name)[kept] for name in MENTIONS}
 
     def part(self, rank, size) -> "Batch":
         """Rows rank, rank + size, … with their mentions and targets, renumbered."""
@@ -195,67 +169,61 @@ class Batch:
         targets = self.target_index // T % size == rank             # (L,)
         number = torch.full((len(ours) + 1,), -1, device=ours.device)   # new numbers; [-1] stays -1
         number[:-1] = ours.cumsum(0) - 1
-        part = {}
-        for name, tensor in vars(self).items():
-            if tensor is None:
-                part[name] = None
-            elif name.startswith("target"):
-                part[name] = tensor[targets]
-            elif name in ROWS:
-                part[name] = tensor[rank::size].contiguous()
-            else:
-                part[name] = tensor[ours]
+        part = self.of_mentions(ours)
+        part |= {name: getattr(self, name)[rank::size].contiguous() for name in ROWS
+                 if getattr(self, name) is not None}
         part["row"] = part["row"] // size
-        part["target_index"] = part["target_index"] // T // size * T + part["target_index"] % T
-        for name in ("target_mention", "answer_mention"):
-            if part[name] is not None:
-                part[name] = number[part[name]]
+        index = self.target_index[targets]
+        part["target_index"] = index // T // size * T + index % T
+        part["target"] = self.target[targets]
+        part["target_mention"] = number[self.target_mention[targets]]
+        if self.answer_mention is not None:
+            part["answer_mention"] = number[part["answer_mention"]]
         return Batch(**part)
 
 def _ranges(starts, lengths):
-    """The ranges [s, s + n) one after the other: which range, the offset in it, the value."""
+    """The ranges [s, s + n) one after the other: which range, the value."""
     which = np.repeat(np.arange(len(lengths)), lengths)
     offset = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return which, offset, starts[which] + offset
+    return which, starts[which] + offset
+
+def _collate(rows, pad, **mentions) -> Batch:
+    """Rows of token ids and the columns of their mentions as a Batch; nothing is masked."""
+    tokens = pad_sequence([torch.from_numpy(np.asarray(row, np.int64)) for row in rows], True, pad)
+    columns = {name: torch.from_numpy(np.asarray(column, np.int64))
+               for name, column in mentions.items()}
+    none, masked = torch.empty(0, dtype=torch.int64), torch.zeros(len(columns["row"]), dtype=bool)
+    return Batch(tokens, tokens, tokens != pad, masked=masked, target_index=none, target=none,
+                 target_mention=none, **columns)
 
 def _unmasked(corpus, passages) -> Batch:
-    """These passages with all of their mentions; nothing is masked yet."""
+    """These passages with all of their mentions."""
     passages = np.asarray(passages, np.int64)
-    starts, mentions = corpus.passage_start[passages], corpus.mention_first[passages]
-    lengths = corpus.passage_start[passages + 1] - starts
-    tokens = np.full((len(passages), lengths.max()), corpus.special[PAD], np.int64)
-    row, column, source = _ranges(starts, lengths)
-    tokens[row, column] = corpus.tokens[source]
-    row, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
-    start, end, entity = (array[mention].astype(np.int64) for array in (
-        corpus.mention_start, corpus.mention_end, corpus.mention_entity))
-    none = np.empty(0, np.int64)
-    return Batch(*map(torch.from_numpy, (
-        tokens, tokens, tokens != corpus.special[PAD], row, start, end, entity, passages[row],
-        np.zeros(len(row), bool), none, none, none, mention)))
+    first, stop = corpus.passage_start[passages], corpus.passage_start[passages + 1]
+    n_mentions = corpus.mention_first[passages + 1] - corpus.mention_first[passages]
+    row, mention = _ranges(corpus.mention_first[passages], n_mentions)
+    return _collate([corpus.tokens[a:b] for a, b in zip(first, stop)], corpus.special[PAD], row=row,
+                    start=corpus.mention_start[mention], end=corpus.mention_end[mention],
+                    entity=corpus.mention_entity[mention], passage=passages[row], mention=mention)
 
-def _markers(batch):
-    """(M,) positions of [E_start], and of [E_end], in the flat tokens (B * T,)."""
-    offset = batch.row * batch.tokens.shape[1]
-    return (offset + batch.start).numpy(), (offset + batch.end).numpy()
+def _owner(batch):
+    """(B * T,) the mention between whose markers each token stands, -1 = none."""
+    start = (batch.row * batch.tokens.shape[1] + batch.start).numpy()
+    which, position = _ranges(start + 1, (batch.end - batch.start - 1).numpy())
+    owner = np.full(batch.tokens.numel(), -1)
+    owner[position] = which
+    return owner
 
-def _mask(batch, corpus, chosen, read, owners) -> Batch:
+def _mask(batch, chosen, read) -> Batch:
     """The batch with its targets.
 
-    chosen (B * T,): which tokens are to be predicted. read (B * T,): what the model reads.
-    owners: the mentions that targets belong to; a token in several is the innermost one's."""
-    tokens, (start, end) = batch.unmasked.numpy().ravel(), _markers(batch)
-    which, _, position = _ranges(start[owners] + 1, (end - start)[owners] - 1)
-    owner = np.full(len(tokens), -1)
-    owner[position] = owners[which]         # inner mentions come later
-    # A mention is masked if all of its words are chosen. The difference of two running sums is
-    # how many stand between two positions.
-    n_chosen, n_tokens = np.cumsum(chosen), np.cumsum(corpus.maskable[tokens])
-    masked = n_chosen[end] - n_chosen[start] == n_tokens[end] - n_tokens[start]
+    chosen (B * T,): which tokens are to be predicted, all of a mention or none. read (B * T,):
+    what the model reads."""
     targets = np.flatnonzero(chosen)
-    tensors = {"tokens": read.reshape(batch.tokens.shape), "masked": masked,
-               "target_index": targets, "target": tokens[targets],
-               "target_mention": owner[targets]}
+    owner = _owner(batch)[targets]
+    tensors = {"tokens": read.reshape(batch.tokens.shape), "target_index": targets,
+               "target": batch.unmasked.numpy().ravel()[targets], "target_mention": owner,
+               "masked": np.isin(np.arange(len(batch.row)), owner)}
     return replace(batch, **{name: torch.from_numpy(array) for name, array in tensors.items()})
 
 def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
@@ -267,28 +235,18 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
     uniform sample (None: all)."""
     batch = _unmasked(corpus, passages)
     tokens = batch.unmasked.numpy().ravel()                                 # (B * T,)
-    # Overlapping mentions are a group, masked whole or not at all: a mention half masked would
-    # tell its other half. Groups are numbered 1, 2, … along the flat batch.
-    start, end = _markers(batch)
-    opened, closed = (np.bincount(at, minlength=len(tokens)) for at in (start, end))
-    inside = np.cumsum(opened - closed) > 0
-    group = np.cumsum(inside & ~np.concatenate([[False], inside[:-1]]))
-    if max_mentions is not None and len(start) > max_mentions * len(batch.tokens):
+    outside = _owner(batch) < 0             # also of the mentions that are left out now
+    if max_mentions is not None and len(batch.row) > max_mentions * len(batch.tokens):
         n = max_mentions * len(batch.tokens)
-        kept = np.sort(rng.choice(len(start), n, replace=False))
-        names = ("row", "start", "end", "entity", "passage", "mention")
-        batch = replace(batch, **{name: getattr(batch, name)[kept] for name in names})
-        start = start[kept]
+        kept = np.sort(rng.choice(len(batch.row), n, replace=False))
+        batch = replace(batch, **batch.of_mentions(kept))
 
-    word, chosen = corpus.maskable[tokens], np.zeros(len(tokens), bool)
+    M, chosen = len(batch.row), np.zeros(len(tokens), bool)
     if token_rate:
-        chosen = word & ~inside & (rng.random(len(tokens)) < token_rate)
-    if mention_rate and len(start):
-        groups, counts = np.unique(group[start], return_counts=True)
-        shuffled = rng.permutation(len(groups))
-        n = max(1, round(mention_rate * len(start)))
-        enough = np.searchsorted(np.cumsum(counts[shuffled]), n) + 1    # until n are covered
-        chosen |= word & inside & np.isin(group, groups[shuffled[:enough]])
+        chosen = corpus.maskable[tokens] & outside & (rng.random(len(tokens)) < token_rate)
+    if mention_rate and M:
+        masked = rng.permutation(M)[:max(1, round(mention_rate * M))]
+        chosen |= np.isin(_owner(batch), masked)
 
     read, index = tokens.copy(), np.flatnonzero(chosen)
     if len(index):
@@ -296,17 +254,14 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
         words = rng.choice(corpus.words, len(index))
         read[index[fate < .9]] = words[fate < .9]
         read[index[fate < .8]] = corpus.special[MASK]
-    return _mask(batch, corpus, chosen, read, np.arange(len(start)))
+    return _mask(batch, chosen, read)
 
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = _unmasked(corpus, corpus.passage_of(mentions))
     asked = np.flatnonzero(batch.mention.numpy() == np.asarray(mentions)[batch.row])    # one a row
-    tokens, (start, end) = batch.unmasked.numpy().ravel(), _markers(batch)
-    _, _, inside = _ranges(start[asked], (end - start)[asked])
-    chosen = np.zeros(len(tokens), bool)
-    chosen[inside] = corpus.maskable[tokens[inside]]
-    return _mask(batch, corpus, chosen, np.where(chosen, corpus.special[MASK], tokens), asked)
+    chosen = np.isin(_owner(batch), asked)
+    return _mask(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked.ravel()))
 
 def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
@@ -343,7 +298,7 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     # Pairs (article, entity) as one number, then an index in either direction: article a has
     # entities[entities_of[a]:entities_of[a + 1]], entity e is in articles[articles_of[e]:…].
     mentions = corpus.mention_first[passages]
-    which, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
+    which, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
     entity = corpus.mention_entity[mention].astype(np.int64)
     pairs = np.unique((article[which] * E + entity)[entity > 0])
     pairs = pairs[np.bincount(pairs % E, minlength=E)[pairs % E] <= max_articles]
@@ -369,7 +324,7 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
             in_cluster[new] = True
             n_joined += len(new)
             n_articles = articles_of[new + 1] - articles_of[new]
-            touched = articles[_ranges(articles_of[new], n_articles)[2]]
+            touched = articles[_ranges(articles_of[new], n_articles)[1]]
             np.add.at(shared, touched, 1)
             candidates = np.union1d(candidates, touched)
             candidates = candidates[unused[candidates] > 0]
