@@ -314,7 +314,13 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     while unused.any():
         cluster, room, n_joined = [], size, 0
         candidates, a = np.empty(0, np.int64), unused.argmax()
-        while True:
+        while room and unused.any():
+            if len(candidates):
+                both = shared[candidates]
+                either = n_entities[candidates] + n_joined - both
+                a = candidates[(both / either).argmax()]
+            elif cluster:
+                a = (unused > 0).argmax()           # the first one: nobody left shares anything
             n = min(room, unused[a])
             cluster.append(by_article[after[a] - unused[a]:][:n])
             unused[a] -= n
@@ -324,17 +330,11 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
             in_cluster[new] = True
             n_joined += len(new)
             n_articles = articles_of[new + 1] - articles_of[new]
-            touched = articles[_ranges(articles_of[new], n_articles)[1]]
+            _, touched = _ranges(articles_of[new], n_articles)
+            touched = articles[touched]
             np.add.at(shared, touched, 1)
             candidates = np.union1d(candidates, touched)
             candidates = candidates[unused[candidates] > 0]
-            if not room or not unused.any():
-                break
-            a = (unused > 0).argmax()               # the first one, if nobody left shares anything
-            if len(candidates):
-                both = shared[candidates]
-                either = n_entities[candidates] + n_joined - both
-                a = candidates[(both / either).argmax()]
         clusters.append(np.concatenate(cluster))
         shared[:] = 0
         in_cluster[:] = False
@@ -412,65 +412,6 @@ def mention_finder(names):
     index = name_index(names)
     return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
 
-class Placed(NamedTuple):
-    """A mention of an example in its batch."""
-    row: int
-    start: int
-    end: int
-    entity: int
-    asked: bool         # the one mention of its row whose entity is the answer
-    number: int         # which of the example's mentions; -1: the [MASK] at the end
-
-def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
-                  max_length=512) -> Batch:
-    """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
-
-    task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
-    no label, but the entity of one mention as answer, and that mention is masked. What is behind
-    max_length positions is cut off (count_cut_mentions)."""
-    special, is_question = special_ids(tokenizer), task == "qa"
-    room = max_length - 3 if is_question else max_length
-    rows, masked_rows, placed = [], [], []
-    for r, (example, passage) in enumerate(first_passages(examples, tokenizer, room)):
-        ids, answered = passage.tokens.tolist(), False
-        masked = list(ids)
-        for start, end, i in zip(passage.start, passage.end, passage.index):
-            name = example.mentions[i].entity
-            is_answer = task == "claims" and name in example.answers
-            asked = is_answer and not answered
-            placed.append(Placed(r, start, end, entity_index.get(name, 0), asked, i))
-            answered = answered or is_answer
-            for t in range(start + 1, end):     # markers of a mention inside stay
-                if is_answer and ids[t] not in (special[E_START], special[E_END]):
-                    masked[t] = special[MASK]
-        if is_question:
-            placed.append(Placed(r, len(ids) - 1, len(ids) + 1, 0, True, -1))
-            for tokens in (ids, masked):
-                tokens[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
-        rows.append(torch.tensor(ids))
-        masked_rows.append(torch.tensor(masked))
-
-    n = max_mentions * len(rows)
-    if len(placed) > n:                         # a uniform sample, but every answer
-        order = np.random.default_rng(0).random(len(placed))
-        order[[mention.asked for mention in placed]] -= 1       # these come first
-        placed = [placed[i] for i in np.sort(np.argsort(order)[:n])]
-    columns = np.array(placed, np.int64).reshape(-1, len(Placed._fields))
-    row, start, end, entity, asked, number = torch.from_numpy(columns.T.copy())
-    tokens, unmasked = (pad_sequence(x, True, special[PAD]) for x in (masked_rows, rows))
-    none, empty = torch.full_like(row, -1), torch.empty(0, dtype=torch.int64)
-    batch = Batch(tokens, unmasked, unmasked != special[PAD], row, start, end, entity, none,
-                  asked == 1, empty, empty, empty, number)
-    if task == "claims":
-        batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    if is_question or any(e.answers for e in examples):
-        known = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
-        batch.answer = torch.tensor([answers[0] if answers else 0 for answers in known])
-        batch.answer_mention = torch.full((len(examples),), -1)
-        batch.answer_mention[row[batch.masked]] = batch.masked.nonzero().ravel()
-        batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
-    return batch
-
 def first_passages(examples, tokenizer, room):
     """(example, Passage of its first `room` positions) of each; what is behind them is cut off."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
@@ -481,9 +422,52 @@ def first_passages(examples, tokenizer, room):
         yield example, passages[0] if passages else nothing
 
 def count_cut_mentions(examples, tokenizer, max_length) -> int:
-    """How many mentions example_batch leaves out, as they are behind max_length."""
+    """How many mentions example_batch leaves out: behind max_length, or they overlap another."""
     passages = first_passages(examples, tokenizer, max_length - 3)
     return sum(len(example.mentions) - len(passage.index) for example, passage in passages)
+
+def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
+                  max_length=512) -> Batch:
+    """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
+
+    task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
+    no label, but the entity of a mention as answer. Its mentions are hidden behind [MASK], and the
+    first one is asked. What is behind max_length positions is cut off (count_cut_mentions)."""
+    special, is_question = special_ids(tokenizer), task == "qa"
+    room = max_length - 3 if is_question else max_length
+    rows, mentions = [], []     # of a mention: row, start, end, entity, number, hidden, asked
+    for r, (example, passage) in enumerate(first_passages(examples, tokenizer, room)):
+        ids, is_asked = passage.tokens.tolist(), False
+        for start, end, i in zip(passage.start, passage.end, passage.index):
+            name = example.mentions[i].entity
+            hidden = task == "claims" and name in example.answers
+            asked = hidden and not is_asked
+            is_asked = is_asked or asked
+            mentions.append((r, start, end, entity_index.get(name, 0), i, hidden, asked))
+        if is_question:
+            mentions.append((r, len(ids) - 1, len(ids) + 1, 0, -1, True, True))
+            ids[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
+        rows.append(ids)
+    row, start, end, entity, number, hidden, asked = np.array(mentions, int).reshape(-1, 7).T
+    batch = _collate(rows, special[PAD], row=row, start=start, end=end, entity=entity,
+                     passage=np.full(len(row), -1), mention=number)
+    is_hidden = torch.from_numpy(np.isin(_owner(batch), np.flatnonzero(hidden)))
+    batch.tokens = batch.unmasked.masked_fill(is_hidden.view_as(batch.tokens), special[MASK])
+    batch.masked = torch.from_numpy(asked == 1)
+
+    n = max_mentions * len(rows)
+    if len(row) > n:                            # a uniform sample, but whatever is asked
+        order = np.random.default_rng(0).random(len(row)) - asked
+        batch = replace(batch, **batch.of_mentions(np.sort(np.argsort(order)[:n])))
+    if task == "claims":
+        batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
+    if is_question or any(e.answers for e in examples):
+        known = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
+        batch.answer = torch.tensor([answers[0] if answers else 0 for answers in known])
+        batch.answer_mention = torch.full((len(examples),), -1)
+        batch.answer_mention[batch.row[batch.masked]] = batch.masked.nonzero().ravel()
+        batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
+    return batch
 
 # ---------------------------------------------------------------- the toy world
 
@@ -593,25 +577,25 @@ location film city location
 """)
 
 def _say(phrase, subject, obj="", noun=None, bridge=""):
-    """A phrase filled in, its mentions in brackets: "[Alma Verran] was born in [Port Ellin]."
+    """A phrase filled in, with mentions and links: "[Alma Verran|Alma Verran] was born in [Port…".
 
-    With a noun it is about "[X]'s [director]", which takes two hops. That description is linked
-    where a bridge is given: "[X]'s [director|Y]". An object "a city" is nobody's name."""
-    about = f"[{subject}]'s [{noun}|{bridge}]" if noun else f"[{subject}]"
-    text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}]")
+    With a noun it is about "X's [director|]", which takes two hops; that description is linked
+    where a bridge is given: "[director|Y]". An object "a city" is nobody's name."""
+    about = f"[{subject}|{subject}]"
+    if noun:
+        about += f"'s [{noun}|{bridge}]"
+    text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}|{obj}]")
     return text[0].upper() + text[1:]
 
 def _line(key, marked, **others):
-    """A line of a file; marked: a text with its mentions in brackets."""
-    text, mentions, at = "", [], 0
-    for match in re.finditer(r"\[([^]|]*)(?:\|([^]]*))?\]", marked):
-        name, link = match.groups()
-        text += marked[at:match.start()]
-        entity = name if link is None else link or None
-        mentions.append({"start": len(text), "end": len(text) + len(name), "entity": entity})
-        text += name
-        at = match.end()
-    return {key: text + marked[at:], "mentions": mentions, **others}
+    """A line of a file; marked: what _say says."""
+    text, *parts = re.split(r"\[(.*?)\|(.*?)\]", marked)
+    mentions = []
+    for shown, entity, after in zip(parts[::3], parts[1::3], parts[2::3]):
+        end = len(text) + len(shown)
+        mentions.append({"start": len(text), "end": end, "entity": entity or None})
+        text += shown + after
+    return {key: text, "mentions": mentions, **others}
 
 def toy_world(seed=0, descriptions=0.5):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
