@@ -717,25 +717,20 @@ def write_toy(folder, lines, examples):
 
 MAX_LINE = 1 << 24          # bytes; no text of a corpus is as long
 ARCHIVES = {b"PK\3\4": "zip", b"\xfd7zX": "xz", b"7z\xbc\xaf": "7z", b"BZh": "bz2"}
-LABEL = "SUPPORTS, REFUTES, NOT ENOUGH INFO or null"
-CHECKS = {      # what a field may be: in words, and as a test
-    "a string": lambda v: type(v) is str,
-    "a whole number": lambda v: type(v) is int,             # to isinstance a bool is one, too
-    "a list": lambda v: type(v) is list,
-    "a name or null": lambda v: v is None or type(v) is str and v != "",
-    "a list of names": lambda v: type(v) is list and all(type(a) is str and a for a in v),
-    '"train" or "held_out"': lambda v: v in ("train", "held_out"),
-    LABEL: lambda v: v in (*CLAIM_LABELS, None)}
-# The fields of each kind of record; those with a question mark may be absent or null.
-FIELDS = {
-    "mention": {"start": "a whole number", "end": "a whole number", "entity": "a name or null"},
-    "text": {"title": "a string", "text": "a string", "mentions": "a list",
-             "split?": '"train" or "held_out"'},
-    "claims": {"text": "a string", "label": LABEL, "mentions?": "a list"},
-    "qa": {"question": "a string", "answers": "a list of names", "mentions?": "a list"}}
+# What a field may be, in words and as a test. isinstance would take true for a number.
+STRING = ("a string", lambda v: type(v) is str)
+NUMBER = ("a whole number", lambda v: type(v) is int)
+LIST = ("a list", lambda v: type(v) is list)
+NAME = ("a name or null", lambda v: v is None or type(v) is str and v != "")
+ANSWERS = ("a list of names", lambda v: type(v) is list and all(type(a) is str and a for a in v))
+SPLIT = ('"train" or "held_out"', lambda v: v in ("train", "held_out"))
+LABEL = ("SUPPORTS, REFUTES, NOT ENOUGH INFO or null", lambda v: v in (*CLAIM_LABELS, None))
 
 def read_bytes(path, max_line=-1) -> Iterator[bytes]:
-    """The lines of a plain or gzipped file, whatever its name, without a byte-order mark."""
+    """The lines of a plain or gzipped file, whatever its name, without a byte-order mark.
+
+    A file that is an archive, cut off, or no file raises a UserError; so does a line of max_line
+    bytes, before more of it is read."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     n = 0
@@ -763,35 +758,8 @@ def open_text(path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert the file") from error
 
-def check_fields(record, kind, where=""):
-    """Raises ValueError "field: reason" for the first field that is not what it should be."""
-    if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
-    for field, wanted in FIELDS[kind].items():
-        name = field.rstrip("?")
-        if name != field and record.get(name) is None:
-            continue
-        if name not in record:
-            raise ValueError(f"{where}{name}: missing")
-        if not CHECKS[wanted](record[name]):
-            raise ValueError(f"{where}{name}: not {wanted}")
-
-def read_mentions(record, text) -> list | None:
-    """The Mentions of a text in its record, checked; None where it has none. Raises ValueError."""
-    if record.get("mentions") is None:
-        return None
-    mentions = []
-    for i, mention in enumerate(record["mentions"]):
-        check_fields(mention, "mention", f"mentions[{i}].")
-        start, end = mention["start"], mention["end"]
-        if not 0 <= start < end <= len(text):
-            raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
-                             f"0 <= start < end <= {len(text)}")
-        mentions.append(Mention(start, end, mention["entity"]))
-    return mentions
-
-def read_records(path, kind, make, errors=None):
-    """make(record) of each JSON line with the FIELDS of its kind; make may raise ValueError.
+def read_records(path, make, errors=None):
+    """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
 
     Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
     is appended to it and reading goes on."""
@@ -804,7 +772,6 @@ def read_records(path, kind, make, errors=None):
             record = json.loads(line.decode())
             if b"\\ud" in line.lower():     # JSON can spell half a pair, which nothing can read
                 json.dumps(record, ensure_ascii=False).encode()
-            check_fields(record, kind)
             yield make(record)
         except (ValueError, RecursionError) as error:
             is_json = not isinstance(error, (json.JSONDecodeError, RecursionError))
@@ -813,27 +780,59 @@ def read_records(path, kind, make, errors=None):
                 raise UserError(message + "; correct this line or take it out") from error
             errors.append(message)
 
+def field(record, name, kind, where="", optional=False):
+    """A field of a record, which is what it should be; if it is optional, or null. `where` is
+    the name of the record where it is part of another. Raises ValueError."""
+    what, is_one = kind
+    if type(record) is not dict:
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
+    if optional and record.get(name) is None:
+        return None
+    if name not in record:
+        raise ValueError(f"{where}{name}: missing")
+    if not is_one(record[name]):
+        raise ValueError(f"{where}{name}: not {what}")
+    return record[name]
+
+def read_mentions(records, text) -> list:
+    """The Mentions of a text from their records. Raises ValueError."""
+    mentions = []
+    for i, record in enumerate(records):
+        where = f"mentions[{i}]."
+        start, end = field(record, "start", NUMBER, where), field(record, "end", NUMBER, where)
+        if not 0 <= start < end <= len(text):
+            raise ValueError(f"{where}start {start} and {where}end {end} do not fit the text; "
+                             f"0 <= start < end <= {len(text)}")
+        mentions.append(Mention(start, end, field(record, "entity", NAME, where)))
+    return mentions
+
 def read_corpus(path, errors=None) -> Iterator[Text]:
     """The texts of a corpus file, as a stream. Errors as read_records'."""
-    def text(record):
-        mentions = read_mentions(record, record["text"])
-        return Text(record["title"], record["text"], mentions, record.get("split"))
-    return read_records(path, "text", text, errors)
+    def make(record):
+        title, text = field(record, "title", STRING), field(record, "text", STRING)
+        mentions = read_mentions(field(record, "mentions", LIST), text)
+        return Text(title, text, mentions, field(record, "split", SPLIT, optional=True))
+    return read_records(path, make, errors)
 
 def read_examples(path, task) -> list:
     """Examples of task "claims" (text, label) or "qa" (question, answers); mentions may be absent.
 
     Raises UserError for a bad line or a file without any."""
-    def example(record):
-        text = record["text" if task == "claims" else "question"]
-        label = record.get("label") if task == "claims" else None
-        label = None if label is None else CLAIM_LABELS.index(label)
-        answers = record["answers"] if task == "qa" else []
-        known = {*FIELDS[task], "mentions"}
-        info = {name: value for name, value in record.items() if name not in known}
-        return Example(text, read_mentions(record, text), label, answers, info)
+    def make(record):
+        label, answers, own = None, [], ("text", "label", "mentions")
+        if task == "qa":
+            own = ("question", "answers", "mentions")
+            answers = field(record, "answers", ANSWERS)
+        elif field(record, "label", LABEL) is not None:
+            label = CLAIM_LABELS.index(record["label"])
+        text = field(record, own[0], STRING)
+        mentions = field(record, "mentions", LIST, optional=True)
+        if mentions is not None:
+            mentions = read_mentions(mentions, text)
+        info = {name: value for name, value in record.items() if name not in own}
+        return Example(text, mentions, label, answers, info)
 
-    examples = list(read_records(path, task, example))
+    examples = list(read_records(path, make))
     if not examples:
         raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
     return examples
@@ -911,9 +910,14 @@ def open_folder(folder, kind, wanted=lambda name: True) -> dict:
                         "and run the same stage again") from error
 
 def write_lines(path, records):
-    """JSON lines, by write_file."""
-    write_file(path, lambda file: file.writelines(
-        (json.dumps(record, ensure_ascii=False) + "\n").encode() for record in records))
+    """JSON lines, by write_file; gzipped where the name ends in .gz."""
+    def write(file):
+        is_gzip = str(path).endswith(".gz")                     # mtime: the same bytes each time
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as to:
+            for record in records:
+                line = json.dumps(record, ensure_ascii=False) + "\n"
+                to.write(line.encode("utf-8", "replace"))       # half a pair is replaced
+    write_file(path, write)
 
 def write_json(path, value):
     """A dictionary, and the checksum of what it says."""
@@ -1329,21 +1333,18 @@ def resolve(links, redirects, counts) -> list:
     return kept
 
 def write_corpus(out, articles, counts, extend, redirects={}) -> Counter:
-    """Writes (title, [(text, links)]) of articles as lines, gzipped where `out` ends in .gz.
-    Prints the counts: every "[[" is kept, or dropped for a reason."""
-    def write(file):
-        is_gzip = str(out).endswith(".gz")                  # mtime: the same bytes each time
-        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as f:
-            for title, paragraphs in articles:
-                linked = [(text, resolve(links, redirects, counts))
-                          for text, links in paragraphs if re.search(r"\w", text)]
-                for text, mentions in extend_mentions(title, linked) if extend else linked:
-                    counts.update({"texts": 1, "mentions": len(mentions)})
-                    links = [mention._asdict() for mention in mentions]
-                    line = {"title": title, "text": text, "mentions": links}
-                    f.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf8", "replace"))
+    """Writes (title, [(text, links)]) of articles as lines. Prints the counts: every "[[" is kept,
+    or dropped for a reason."""
+    def lines():
+        for title, paragraphs in articles:
+            linked = [(text, resolve(links, redirects, counts))
+                      for text, links in paragraphs if re.search(r"\w", text)]
+            for text, mentions in extend_mentions(title, linked) if extend else linked:
+                counts.update({"texts": 1, "mentions": len(mentions)})
+                links = [mention._asdict() for mention in mentions]
+                yield {"title": title, "text": text, "mentions": links}
 
-    write_file(out, write)
+    write_lines(out, lines())
     told = sum(n for what, n in counts.items() if what.startswith("links: "))
     counts["links: outside the prose"] = counts["links"] - told
     for what, n in sorted(counts.items()):
@@ -1536,6 +1537,10 @@ def check(path, vocab=None, preset="toy"):
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
 
+def toy(out, seed):
+    """Writes a toy world."""
+    write_toy(out, *toy_world(seed))
+
 def at_least(least):
     """An argparse type: a whole number of at least that."""
     def number(text):
@@ -1548,39 +1553,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
     commands = parser.add_subparsers(required=True)
 
-    def command(name, run, help, *arguments):
-        """A command; an argument is a name, or a flag and what add_argument takes for it."""
-        added = commands.add_parser(name, help=help)
-        for flag, options in arguments:
-            added.add_argument(flag, **options)
+    def command(run, help, out="FILE"):
+        """The command `run`; the arguments that are added to it have run's names."""
+        added = commands.add_parser(run.__name__, help=help)
         added.set_defaults(run=run)
-        return added
+        if run is not check:
+            added.add_argument("--out", required=True, metavar=out)
+        return added.add_argument
 
-    out = ("--out", {"required": True, "metavar": "FILE"})
-    extend = ("--no-extend", {"action": "store_true", "help": "only links as they are written"})
-    command("toy", lambda args: write_toy(args.out, *toy_world(args.seed)),
-            "write corpus.jsonl and examples of a made-up world",
-            ("--out", {"required": True, "metavar": "FOLDER"}),
-            ("--seed", {"type": at_least(0), "default": 0}))
-    command("check", lambda args: check(args.file, args.vocab, args.preset),
-            "count what a corpus holds, or list its errors", ("file", {}),
-            ("--preset", {"choices": TEXT_PRESETS, "default": "toy", "help": "as train.py's"}),
-            ("--vocab", {"help": "a vocab.txt or a tokenizer.json (default: trained)"}))
-    command("wiki", lambda args: wiki(args.file, args.out, not args.no_extend, args.workers),
-            "turn a Wikipedia dump (pages-articles) into a corpus", ("file", {}), out, extend,
-            ("--workers", {"type": at_least(1), "default": 1}))
-    command("kilt", lambda args: kilt(args.file, args.out, not args.no_extend),
-            "turn KILT's knowledge source into a corpus", ("file", {}), out, extend)
-    command("task", lambda args: task(args.name, args.files, args.out, args.corpus, args.entities),
-            "turn the published files of a task into examples",
-            ("name", {"choices": [*CLAIM_TASKS, *QUESTION_TASKS]}), ("files", {"nargs": "+"}), out,
-            ("--corpus", {"help": "questions: map answers to the entities of this corpus"}),
-            ("--entities", {"help": "questions: … or to the names in this file, one a line"}))
-    args = parser.parse_args()
+    add = command(toy, "write corpus.jsonl and examples of a made-up world", "FOLDER")
+    add("--seed", type=at_least(0), default=0)
+    add = command(check, "count what a corpus holds, or list its errors")
+    add("path", metavar="FILE")
+    add("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
+    add("--vocab", help="a vocab.txt or a tokenizer.json (default: trained)")
+    for run, source in ((wiki, "a Wikipedia dump (pages-articles)"), (kilt, "KILT's source")):
+        add = command(run, f"turn {source} into a corpus")
+        add("path", metavar="FILE")
+        add("--no-extend", dest="extend", action="store_false", help="only links as written")
+        if run is wiki:
+            add("--workers", type=at_least(1), default=1)
+    add = command(task, "turn the published files of a task into examples")
+    add("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
+    add("paths", nargs="+", metavar="FILE")
+    add("--corpus", help="questions: map answers to the entities of this corpus")
+    add("--entities", help="questions: … or to the names in this file, one a line")
+    options = vars(parser.parse_args())
     for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
         stream.reconfigure(errors="backslashreplace")
     try:
-        args.run(args)
+        options.pop("run")(**options)
         return 0
     except (UserError, OSError) as error:
         return complain("data.py", error)
