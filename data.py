@@ -353,19 +353,20 @@ class Example(NamedTuple):
 _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
-def name_index(names) -> dict:
-    """A tree of names by their words: {"port": {"ellin": {"": "Port_Ellin"}}}, "" at a name's end.
+def add_name(index, name):
+    """Adds a name to a tree of names by their words, in which "" stands at a name's end:
+    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts."""
+    words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower())
+    if any(word.isalnum() for word in words):
+        for word in words:
+            index = index.setdefault(word, {})
+        index.setdefault("", name)
 
-    "_" is a space, a bracket at the end goes; of names that read alike the first counts."""
+def name_index(names) -> dict:
+    """The tree of these names; "_" is a space, a bracket at the end goes."""
     index = {}
     for name in names:
-        shown = re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower()
-        words = _WORD.findall(shown)
-        if any(word.isalnum() for word in words):
-            node = index
-            for word in words:
-                node = node.setdefault(word, {})
-            node.setdefault("", name)
+        add_name(index, name)
     return index
 
 def find_mentions(text, names) -> list:
@@ -610,8 +611,7 @@ def toy_world(seed=0, descriptions=0.5):
         pairs = rng.permutation(len(firsts) * len(lasts))[:n + n // 5]
         names = [f"{firsts[i // len(lasts)]} {lasts[i % len(lasts)]}" for i in pairs]
         seen[kind], unseen[kind] = names[:n], names[n:]
-    facts = _toy_facts(rng, seen)
-    unseen_facts = _toy_facts(rng, unseen)
+    facts, unseen_facts = _toy_facts(rng, seen), _toy_facts(rng, unseen)
     split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
     split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
     facts |= unseen_facts
@@ -619,11 +619,14 @@ def toy_world(seed=0, descriptions=0.5):
     lines = [lines[i] for i in rng.permutation(len(lines))]
     examples = {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
-        examples |= _toy_examples(rng, facts, split, name, limit)
+        of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
+        for hops, items in _toy_hops(of_split).items():
+            qa, claims = _toy_examples(rng, items, limit, name == "train")
+            examples |= {f"qa.{hops}.{name}": qa, f"claims.{hops}.{name}": claims}
     for name in ("train", "dev"):                           # both kinds, to learn from together
         for task in ("qa", "claims"):
-            parts = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
-            examples[f"{task}.both.{name}"] = [line for part in parts for line in part]
+            one, two = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
+            examples[f"{task}.both.{name}"] = one + two
     return lines, examples
 
 def _toy_facts(rng, names):
@@ -668,44 +671,43 @@ def _toy_passages(rng, facts, split, descriptions):
             lines.append({"title": subject, **_line("text", " ".join(said.values()), split=name)})
     return lines
 
-def _toy_examples(rng, facts, split, name, limit):
-    """{"qa.one_hop.NAME": lines, …} of one split: questions and claims about one fact and two."""
-    one_hop = [{"subject": subject, "relations": [relation], "object": obj}
-               for (subject, relation), obj in facts.items() if split[subject, relation] == name]
-    two_hop = []
-    for first in one_hop:
-        subject, bridge = first["subject"], first["object"]
-        for relation in RELATIONS:
-            obj = facts.get((bridge, relation), subject)
-            if obj not in (subject, bridge) and split[bridge, relation] == name:
-                two_hop.append({"subject": subject, "relations": [*first["relations"], relation],
-                                "object": obj, "bridge": bridge})
-    examples = {}
-    for hops, items in {"one_hop": one_hop, "two_hop": two_hop}.items():
-        qa, claims, objects = [], [], {}
-        for info in items:
-            objects.setdefault(info["relations"][-1], []).append(info["object"])
-        for i in rng.permutation(len(items))[:limit]:
-            info = items[i]
-            subject, obj, bridge = info["subject"], info["object"], info.get("bridge")
-            relation = RELATIONS[info["relations"][-1]]
-            noun = RELATIONS[info["relations"][0]].noun if bridge else None
-            question = _say(rng.choice(relation.questions), subject, noun=noun)
-            qa.append(_line("question", question, answers=[obj], **info))
-            # A wrong object is that of another fact of this relation and split, so as frequent as
-            # right ones, and each fact is claimed rightly and wrongly: only the memory tells them
-            # apart. In training so in every phrase: that is harder to learn by heart.
-            wrong = [o for o in objects[info["relations"][-1]] if o not in (obj, subject, bridge)]
-            if not wrong:
-                continue
-            for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:
+def _toy_hops(facts) -> dict:
+    """What can be asked of these facts: "Who directed X?" and "Where was X's director born?", where
+    the director is the bridge."""
+    one_hop, two_hop = [], []
+    for (subject, first), bridge in facts.items():
+        one_hop.append({"subject": subject, "relations": [first], "object": bridge})
+        for second in RELATIONS:
+            obj = facts.get((bridge, second), subject)
+            if obj not in (subject, bridge):
+                two_hop.append({"subject": subject, "relations": [first, second], "object": obj,
+                                "bridge": bridge})
+    return {"one_hop": one_hop, "two_hop": two_hop}
+
+def _toy_examples(rng, items, limit, is_train):
+    """(questions, claims) about these facts, or pairs of facts.
+
+    A wrong object is that of another fact of this relation and split, so as frequent as right
+    ones, and each fact is claimed rightly and wrongly: only the memory tells them apart. In
+    training so in every phrase: that is harder to learn by heart."""
+    qa, claims, objects = [], [], {}
+    for item in items:
+        objects.setdefault(item["relations"][-1], []).append(item["object"])
+    for i in rng.permutation(len(items))[:limit]:
+        item = items[i]
+        subject, obj, bridge = item["subject"], item["object"], item.get("bridge")
+        first, last = item["relations"][0], item["relations"][-1]
+        noun, relation = RELATIONS[first].noun if bridge else None, RELATIONS[last]
+        question = _say(rng.choice(relation.questions), subject, noun=noun)
+        qa.append(_line("question", question, answers=[obj], **item))
+        wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
+        if wrong:
+            for phrase in relation.claims if is_train else [rng.choice(relation.claims)]:
                 other = wrong[rng.integers(len(wrong))]
                 for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
                     claim = _say(phrase, subject, claimed, noun)
-                    claims.append(_line("text", claim, label=label, **info))
-        examples[f"qa.{hops}.{name}"] = qa
-        examples[f"claims.{hops}.{name}"] = claims if name == "train" else claims[:limit]
-    return examples
+                    claims.append(_line("text", claim, label=label, **item))
+    return qa, claims if is_train else claims[:limit]
 
 def write_toy(folder, lines, examples):
     """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
@@ -716,7 +718,6 @@ def write_toy(folder, lines, examples):
 # ================================================================ files: JSON lines
 
 MAX_LINE = 1 << 24          # bytes; no text of a corpus is as long
-ARCHIVES = {b"PK\3\4": "zip", b"\xfd7zX": "xz", b"7z\xbc\xaf": "7z", b"BZh": "bz2"}
 # What a field may be, in words and as a test. isinstance would take true for a number.
 STRING = ("a string", lambda v: type(v) is str)
 NUMBER = ("a whole number", lambda v: type(v) is int)
@@ -735,11 +736,7 @@ def read_bytes(path, max_line=-1) -> Iterator[bytes]:
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     n = 0
     with open(path, "rb") as raw:
-        head = raw.peek(4)[:4]
-        for magic, kind in ARCHIVES.items():
-            if head.startswith(magic):
-                raise UserError(f"{path}: a {kind} archive; unpack it, or pack it with gzip")
-        file = gzip.open(raw) if head.startswith(b"\x1f\x8b") else raw
+        file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         try:
             while line := file.readline(max_line):
                 n += 1
@@ -756,7 +753,7 @@ def open_text(path) -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert the file") from error
+            raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert or unpack it") from error
 
 def read_records(path, make, errors=None):
     """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
@@ -765,27 +762,27 @@ def read_records(path, make, errors=None):
     is appended to it and reading goes on."""
     for n, line in enumerate(read_bytes(path, MAX_LINE), 1):
         try:
-            if not line.strip():
-                continue
-            if line.startswith((b"[", b"<")):
-                raise ValueError("a JSON array, HTML or XML; write one JSON object a line")
-            record = json.loads(line.decode())
-            if b"\\ud" in line.lower():     # JSON can spell half a pair, which nothing can read
-                json.dumps(record, ensure_ascii=False).encode()
-            yield make(record)
+            if line.strip():
+                record = json.loads(line.decode())
+                if b"\\ud" in line.lower():     # JSON can spell half a pair; nothing can read it
+                    json.dumps(record, ensure_ascii=False).encode()
+                yield make(record)
         except (ValueError, RecursionError) as error:
-            is_json = not isinstance(error, (json.JSONDecodeError, RecursionError))
-            message = f"{path}:{n}: {error if is_json else f'not JSON, {error}'}"
+            reason = str(error)
+            if isinstance(error, UnicodeDecodeError):
+                reason = f"not UTF-8 ({error}); convert or unpack the file"
+            elif isinstance(error, (json.JSONDecodeError, RecursionError)):
+                reason = f"not JSON ({error}); write one JSON object a line"
             if errors is None:
-                raise UserError(message + "; correct this line or take it out") from error
-            errors.append(message)
+                raise UserError(f"{path}:{n}: {reason}") from error
+            errors.append(f"{path}:{n}: {reason}")
 
 def field(record, name, kind, where="", optional=False):
     """A field of a record, which is what it should be; if it is optional, or null. `where` is
     the name of the record where it is part of another. Raises ValueError."""
     what, is_one = kind
     if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
     if optional and record.get(name) is None:
         return None
     if name not in record:
@@ -986,9 +983,11 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     # where all words fit. Then keep the words, and the characters to spell new ones.
     chars = sorted(set("".join(words)))
     inner = ["##" + c for c in chars if c.isalnum()]
-    whole = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
-    trained = tokenizer.get_vocab()
-    return _wordpiece(whole if len(whole) <= vocab_size else sorted(trained, key=trained.get))
+    vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
+    if len(vocab) > vocab_size:
+        number = tokenizer.get_vocab()
+        vocab = sorted(number, key=number.get)
+    return _wordpiece(vocab)
 
 def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
@@ -1102,14 +1101,10 @@ class Corpus:
         return self.text[self.text_start[p]:self.text_start[p + 1]].tobytes().decode("utf-8")
 
     def show_mention(self, m, width=80) -> str:
-        """One line to read: "Title: … before [mention] after …"."""
+        """One line to read: "Title: before [mention] after"."""
         p = int(self.passage_of(m))
         text, (start, end) = self.passage_text(p), self.mention_char[m]
-        left, right = text[:start], text[end:]
-        if len(left) > width:
-            left = "…" + left[-width:]
-        if len(right) > width:
-            right = right[:width] + "…"
+        left, right = text[max(0, start - width):start], text[end:end + width]
         title = self.titles[self.article[p]]
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
@@ -1135,8 +1130,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 
     with ExitStack() as stack:
         for name in Corpus.ARRAYS:
-            file = open(os.path.join(folder, name + ".bin"), "ab")
-            files[name] = stack.enter_context(file)
+            files[name] = stack.enter_context(open(os.path.join(folder, name + ".bin"), "ab"))
         if old is None:
             end_passage()
         for text, encoding in encodings_of(path, tokenizer):
@@ -1231,12 +1225,12 @@ def read_dump(path, say_language=False):
             file.seek(0)
             parsed = ElementTree.iterparse(file, ["start", "end"])
             _, root = next(parsed)
-            for event, element in parsed:
-                if event == "end" and element.tag.rpartition("}")[2] == "page":
-                    title = canonical(element.findtext("{*}title", ""))
-                    text = element.findtext("{*}revision/{*}text", "")
-                    redirect, kind, target = element.find("{*}redirect"), "article", ""
-                    if element.findtext("{*}ns", "0") != "0":
+            for event, page in parsed:
+                if event == "end" and page.tag.rpartition("}")[2] == "page":
+                    title = canonical(page.findtext("{*}title", ""))
+                    text = page.findtext("{*}revision/{*}text", "")
+                    redirect, kind, target = page.find("{*}redirect"), "article", ""
+                    if page.findtext("{*}ns", "0") != "0":
                         kind = "other namespace"
                     elif redirect is not None:
                         kind, target = "redirect", canonical(redirect.get("title", ""))
@@ -1368,43 +1362,40 @@ def names_for(shown, entity) -> list:
         names.append(shown)
     return [name for name in names if len(name) > 2 and name[0].isalnum()]
 
-def find_names(text, start, stop, known) -> Iterator[Mention]:
-    """Names in text[start:stop], the longest first, but no parts: "dog-like", "North Karovia"."""
-    for word in re.compile(r"\b\w+").finditer(text, start, stop):
-        first, names = word.start(), known.get(word[0], {})
-        before = text[max(0, first - 40):first]
-        for name in sorted(names, key=len, reverse=True):
-            end = first + len(name)
-            part = before.endswith("-") or re.match(r"-?\w", text[end:end + 2])
-            if name[0].isupper():
-                part = part or re.search(r"(?<!\S)[A-Z][^\s.!?:;]* $", before) or \
-                    re.match(" [A-Z]", text[end:end + 2])
-            if text.startswith(name, first) and not part and start <= first and end <= stop:
-                yield Mention(first, end, names[name])
-                start = end
-
 def extend_mentions(title, paragraphs) -> list:
     """Links what repeats the page's title or an earlier link: Wikipedia links only the first.
     paragraphs: [(text, mentions)], as is the result."""
-    known = {}                          # the first word -> {name: entity}
+    index, entity_of = {}, {}           # the names' words; each name as it is written -> its entity
 
     def learn(shown, entity):
         for name in names_for(shown, entity):
-            names = known.setdefault(re.match(r"\w+", name)[0], {})
-            if names.get(name) != title and len(names) < 100:   # or thousands of "List of …"
-                names[name] = entity
+            if entity_of.get(name) != title:
+                entity_of[name] = entity
+                add_name(index, name)
+
+    def find(text, start, stop):
+        """Names, but no parts of others: "dog-like", "North Karovia"."""
+        for found in find_mentions(text[start:stop], index):
+            first, end = start + found.start, start + found.end
+            name, before, after = text[first:end], text[max(0, first - 40):first], text[end:end + 2]
+            part = before.endswith("-") or re.match(r"-?\w", after)
+            if name[0].isupper() and not part:
+                in_name = re.search(r"(?<!\S)[A-Z][^\s.!?:;]* $", before)
+                part = in_name or re.match(" [A-Z]", after)
+            if name in entity_of and not part:
+                yield Mention(first, end, entity_of[name])
 
     learn(title, title)
     if title[1:].islower():                                 # "Anarchism": a name or a common noun
         learn(title.lower(), title)
     result = []
     for text, mentions in paragraphs:
-        found, start = [], 0
+        linked, start = [], 0
         for link in mentions:
-            found += [*find_names(text, start, link.start, known), link]
+            linked += [*find(text, start, link.start), link]
             start = link.end
             learn(text[link.start:start], link.entity)
-        result.append((text, [*found, *find_names(text, start, len(text), known)]))
+        result.append((text, [*linked, *find(text, start, len(text))]))
     return result
 
 def kilt(path, out, extend=True) -> Counter:
