@@ -769,10 +769,8 @@ def read_records(path, make, errors=None):
                 yield make(record)
         except (ValueError, RecursionError) as error:
             reason = str(error)
-            if isinstance(error, UnicodeDecodeError):
-                reason = f"not UTF-8 ({error}); convert or unpack the file"
-            elif isinstance(error, (json.JSONDecodeError, RecursionError)):
-                reason = f"not JSON ({error}); write one JSON object a line"
+            if isinstance(error, (UnicodeDecodeError, json.JSONDecodeError, RecursionError)):
+                reason = f"not JSON ({error}); write one JSON object a line, plain or gzipped"
             if errors is None:
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
