@@ -33,6 +33,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -308,36 +309,28 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     articles_of = np.searchsorted(entities[order], np.arange(E + 1))
     n_entities = np.diff(entities_of)               # (A,)
 
-    shared = np.zeros(A, np.int64)                  # (A,) entities that it shares with the cluster
-    in_cluster = np.zeros(E, bool)
     clusters = []
     while unused.any():
-        cluster, room, n_joined = [], size, 0
-        candidates, a = np.empty(0, np.int64), unused.argmax()
-        while room and unused.any():
-            if len(candidates):
-                both = shared[candidates]
-                either = n_entities[candidates] + n_joined - both
-                a = candidates[(both / either).argmax()]
-            elif cluster:
-                a = (unused > 0).argmax()           # the first one: nobody left shares anything
+        cluster, room, joined = [], size, np.empty(0, np.int64)     # joined: its set of entities
+        a = unused.argmax()
+        while True:
             n = min(room, unused[a])
             cluster.append(by_article[after[a] - unused[a]:][:n])
             unused[a] -= n
             room -= n
-            new = entities[entities_of[a]:entities_of[a + 1]]
-            new = new[~in_cluster[new]]
-            in_cluster[new] = True
-            n_joined += len(new)
-            n_articles = articles_of[new + 1] - articles_of[new]
-            _, touched = _ranges(articles_of[new], n_articles)
-            touched = articles[touched]
-            np.add.at(shared, touched, 1)
-            candidates = np.union1d(candidates, touched)
-            candidates = candidates[unused[candidates] > 0]
+            if not room or not unused.any():
+                break
+            joined = np.union1d(joined, entities[entities_of[a]:entities_of[a + 1]])
+            n_articles = articles_of[joined + 1] - articles_of[joined]
+            _, touched = _ranges(articles_of[joined], n_articles)
+            candidates, both = np.unique(articles[touched], return_counts=True)
+            left = unused[candidates] > 0
+            candidates, both = candidates[left], both[left]
+            a = (unused > 0).argmax()               # the first one, if nobody left shares anything
+            if len(candidates):
+                either = n_entities[candidates] + len(joined) - both
+                a = candidates[(both / either).argmax()]
         clusters.append(np.concatenate(cluster))
-        shared[:] = 0
-        in_cluster[:] = False
     return clusters
 
 # ---------------------------------------------------------------- examples: claims and questions
@@ -713,7 +706,7 @@ def write_toy(folder, lines, examples):
     """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
     os.makedirs(folder, exist_ok=True)
     for name, records in {**examples, "corpus": lines}.items():
-        write_lines(os.path.join(folder, name + ".jsonl"), records)
+        write_lines(Path(folder, name + ".jsonl"), records)
 
 # ================================================================ files: JSON lines
 
@@ -877,27 +870,27 @@ def sync(path):
 def commit_folder(part, folder, **about):
     """Gives the folder `part` its final name, once it is durable and meta.json says what it is
     (`about`, plain values) and the checksum of each file. So `folder` is whole or not there."""
+    part = Path(part)
     for name in ("meta.json", "meta.json.tmp"):         # of a commit that was cut off
-        remove(os.path.join(part, name))
-    names = sorted(os.listdir(part))
-    crc32 = {name: checksum(os.path.join(part, name)) for name in names}
-    write_json(os.path.join(part, "meta.json"), {**about, "crc32": crc32})
-    for name in (*names, "."):
-        sync(os.path.join(part, name))
+        remove(part / name)
+    crc32 = {name: checksum(part / name) for name in sorted(os.listdir(part))}
+    write_json(part / "meta.json", {**about, "crc32": crc32})
+    for name in (*crc32, "."):
+        sync(part / name)
     os.rename(part, folder)
-    sync(os.path.dirname(os.path.abspath(folder)))
+    sync(Path(folder).absolute().parent)
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
     """meta.json of a folder that commit_folder has named. Every file must be there, and those that
     are wanted(name) must have their checksums. Raises UserError."""
+    folder = Path(folder)
     try:
-        meta = read_json(os.path.join(folder, "meta.json"))
+        meta = read_json(folder / "meta.json")
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
         for name, crc32 in meta["crc32"].items():
-            path = os.path.join(folder, name)
-            os.stat(path)
-            if wanted(name) and checksum(path) != crc32:
+            os.stat(folder / name)
+            if wanted(name) and checksum(folder / name) != crc32:
                 raise ValueError(f"the checksum of {name} differs")
         return meta
     except (OSError, ValueError, KeyError) as error:
@@ -921,12 +914,12 @@ def write_json(path, value):
 
 def read_json(path) -> dict:
     """The dictionary that write_json wrote. Raises ValueError where a bit of it has changed."""
-    with open(path, "rb") as file:
-        try:
-            value = json.load(file)
-            crc32 = value.pop("checksum")
-        except (RecursionError, AttributeError, TypeError, KeyError) as error:
-            raise ValueError(f"not as it was written: {error}") from error
+    content = Path(path).read_bytes()
+    try:
+        value = json.loads(content)
+        crc32 = value.pop("checksum")
+    except (RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"not as it was written: {error}") from error
     if crc32 != zlib.crc32(json.dumps(value).encode()):
         raise ValueError("its checksum differs")
     return value
@@ -1038,10 +1031,9 @@ class Corpus:
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
         self.folder, self.meta = folder, open_folder(folder, "tokenised corpus")
-        with open(os.path.join(folder, "names.json"), encoding="utf-8") as file:
-            self.titles, self.entity_names = json.load(file)
+        self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
         for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
-            array = np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")
+            array = np.memmap(Path(folder, name + ".bin"), dtype, "r")
             setattr(self, name, np.asarray(array))
         self.mention_char = self.mention_char.reshape(-1, 2)
         self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
@@ -1063,8 +1055,7 @@ class Corpus:
         os.makedirs(part)
         try:
             about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
-            with open(os.path.join(part, "tokenizer.json"), "w", encoding="utf-8") as file:
-                file.write(tokenizer.to_str(pretty=True))
+            Path(part, "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
             commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
             remove(part)
@@ -1115,7 +1106,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         titles, entities = dict(old.article_index), dict(old.entity_index)
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
         for name in Corpus.ARRAYS:
-            shutil.copy(os.path.join(old.folder, name + ".bin"), folder)
+            shutil.copy(Path(old.folder, name + ".bin"), folder)
     before = counts.copy()
 
     def append(**arrays):
@@ -1128,7 +1119,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 
     with ExitStack() as stack:
         for name in Corpus.ARRAYS:
-            files[name] = stack.enter_context(open(os.path.join(folder, name + ".bin"), "ab"))
+            files[name] = stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
         if old is None:
             end_passage()
         for text, encoding in encodings_of(path, tokenizer):
@@ -1158,8 +1149,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
         raise UserError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
-    with open(os.path.join(folder, "names.json"), "w", encoding="utf-8") as file:
-        json.dump([list(titles), list(entities)], file)
+    Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
     return {"counts": counts, "dropped": dropped, "special": special,
             "vocab_size": tokenizer.get_vocab_size()}
 
@@ -1510,14 +1500,14 @@ def check(path, vocab=None, preset="toy"):
     texts, vocab_size = (text.text for text in read_corpus(path)), settings.pop("vocab")
     tokenizer = load_tokenizer(vocab) if vocab else train_tokenizer(texts, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus.build(path, os.path.join(folder, "corpus"), tokenizer, **settings)
-    counts, each = corpus.meta["counts"], np.diff(corpus.mention_first)
-    counts["mentions_to_evaluate_on"] = len(eval_mentions(corpus))
-    for name, n in [*counts.items(), *corpus.meta["dropped"].items()]:
-        what = f"mentions dropped, {name}" if name in corpus.meta["dropped"] else name
-        print(f"{what.replace('_', ' '):<42}{n:>12,}")
+        corpus = Corpus.build(path, Path(folder, "corpus"), tokenizer, **settings)
+    dropped = {f"mentions dropped, {why}": n for why, n in corpus.meta["dropped"].items()}
+    n_asked = len(eval_mentions(corpus))
+    for name, n in (corpus.meta["counts"] | {"mentions_to_evaluate_on": n_asked} | dropped).items():
+        print(f"{name.replace('_', ' '):<42}{n:>12,}")
+    each = np.diff(corpus.mention_first)
     print(f"mentions a passage: {each.min()} to {each.max()}, {each.mean():.2f} on average")
-    if not counts["mentions_to_evaluate_on"]:
+    if not n_asked:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
               'names too; mark more texts with "split": "held_out".')
     print("Some mentions in brackets, and what they are linked to:")
