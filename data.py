@@ -17,7 +17,6 @@ import argparse
 import bz2
 import gzip
 import html
-import importlib.util
 import json
 import os
 import re
@@ -807,18 +806,14 @@ def read_examples(path, task) -> list:
 
     Raises UserError for a bad line or a file without any."""
     def make(record):
-        label, answers, own = None, [], ("text", "label", "mentions")
-        if task == "qa":
-            own = ("question", "answers", "mentions")
-            answers = field(record, "answers", ANSWERS)
-        elif field(record, "label", LABEL) is not None:
-            label = CLAIM_LABELS.index(record["label"])
-        text = field(record, own[0], STRING)
+        text = field(record, "question" if task == "qa" else "text", STRING)
+        label = field(record, "label", LABEL) if task == "claims" else None
+        answers = field(record, "answers", ANSWERS) if task == "qa" else []
         mentions = field(record, "mentions", LIST, optional=True)
-        if mentions is not None:
-            mentions = read_mentions(mentions, text)
-        info = {name: value for name, value in record.items() if name not in own}
-        return Example(text, mentions, label, answers, info)
+        known = ("text", "label", "question", "answers", "mentions")
+        return Example(text, None if mentions is None else read_mentions(mentions, text),
+                       None if label is None else CLAIM_LABELS.index(label), answers,
+                       {name: value for name, value in record.items() if name not in known})
 
     examples = list(read_records(path, make))
     if not examples:
@@ -1275,8 +1270,10 @@ def read_article(wikitext) -> tuple:
 
 def wiki(path, out, extend=True, workers=1) -> Counter:
     """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
-    if importlib.util.find_spec("mwparserfromhell") is None:
-        raise UserError("data.py wiki needs a package: pip install mwparserfromhell")
+    try:
+        import mwparserfromhell     # noqa: F401
+    except ImportError as error:
+        raise UserError("data.py wiki needs a package: pip install mwparserfromhell") from error
     counts, redirects = Counter(), {}
     for title, kind, target, text in read_dump(path, say_language=True):    # redirects may be last
         counts.update({"pages": 1, "pages: " + kind: 1, "links": text.count("[[")})
