@@ -406,18 +406,25 @@ def mention_finder(names):
     return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
 
 def first_passages(examples, tokenizer, room):
-    """(example, Passage of its first `room` positions) of each; what is behind them is cut off."""
+    """The Passage of each example's first `room` positions; what is behind them is cut off."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
     nothing = Passage(np.array([special[CLS], special[SEP]]), none, none, none, (0, None))
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, encoding in zip(examples, encodings):
         passages = encode_text(encoding, example.mentions, room, room, special, Counter())
-        yield example, passages[0] if passages else nothing
+        yield passages[0] if passages else nothing
 
 def count_cut_mentions(examples, tokenizer, max_length) -> int:
     """How many mentions example_batch leaves out: behind max_length, or they overlap another."""
     passages = first_passages(examples, tokenizer, max_length - 3)
-    return sum(len(example.mentions) - len(passage.index) for example, passage in passages)
+    return sum(len(e.mentions) - len(passage.index) for e, passage in zip(examples, passages))
+
+def _with_question(passage, special):
+    """The Passage with one more mention at its end, "[E_start] [MASK] [E_end]"; its index is -1."""
+    n = len(passage.tokens)
+    tokens = [*passage.tokens[:-1], *(special[t] for t in (E_START, MASK, E_END, SEP))]
+    columns = zip((passage.start, passage.end, passage.index), (n - 1, n + 1, -1))
+    return Passage(tokens, *(np.append(column, last) for column, last in columns), passage.chars)
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
                   max_length=512) -> Batch:
@@ -428,29 +435,30 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
     first one is asked. What is behind max_length positions is cut off (count_cut_mentions)."""
     special, is_question = special_ids(tokenizer), task == "qa"
     room = max_length - 3 if is_question else max_length
-    rows, mentions = [], []     # of a mention: row, start, end, entity, number, hidden, asked
-    for r, (example, passage) in enumerate(first_passages(examples, tokenizer, room)):
-        ids, is_asked = passage.tokens.tolist(), False
-        for start, end, i in zip(passage.start, passage.end, passage.index):
-            name = example.mentions[i].entity
-            hidden = task == "claims" and name in example.answers
-            asked = hidden and not is_asked
-            is_asked = is_asked or asked
-            mentions.append((r, start, end, entity_index.get(name, 0), i, hidden, asked))
-        if is_question:
-            mentions.append((r, len(ids) - 1, len(ids) + 1, 0, -1, True, True))
-            ids[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
-        rows.append(ids)
-    row, start, end, entity, number, hidden, asked = np.array(mentions, int).reshape(-1, 7).T
-    batch = _collate(rows, special[PAD], row=row, start=start, end=end, entity=entity,
+    passages = list(first_passages(examples, tokenizer, room))
+    if is_question:
+        passages = [_with_question(passage, special) for passage in passages]
+    row = np.repeat(np.arange(len(passages)), [len(p.index) for p in passages])
+    start, end, number = (np.concatenate([getattr(p, name) for p in passages])
+                          for name in ("start", "end", "index"))
+    names = [examples[r].mentions[i].entity if i >= 0 else None for r, i in zip(row, number)]
+    batch = _collate([p.tokens for p in passages], special[PAD], row=row, start=start, end=end,
+                     entity=[entity_index.get(name, 0) for name in names],
                      passage=np.full(len(row), -1), mention=number)
-    is_hidden = torch.from_numpy(np.isin(_owner(batch), np.flatnonzero(hidden)))
-    batch.tokens = batch.unmasked.masked_fill(is_hidden.view_as(batch.tokens), special[MASK])
-    batch.masked = torch.from_numpy(asked == 1)
+    hidden = np.flatnonzero(number < 0)
+    if task == "claims":
+        is_answer = [name in examples[r].answers for r, name in zip(row, names)]
+        hidden = np.flatnonzero(is_answer)
+    is_hidden = torch.from_numpy(np.isin(_owner(batch), hidden)).view_as(batch.tokens)
+    batch.tokens = batch.unmasked.masked_fill(is_hidden, special[MASK])
+    _, first = np.unique(row[hidden], return_index=True)
+    asked = hidden[first]                       # the first of each row
+    batch.masked[asked] = True
 
-    n = max_mentions * len(rows)
+    n = max_mentions * len(passages)
     if len(row) > n:                            # a uniform sample, but whatever is asked
-        order = np.random.default_rng(0).random(len(row)) - asked
+        order = np.random.default_rng(0).random(len(row))
+        order[asked] -= 1                       # these come first
         batch = replace(batch, **batch.of_mentions(np.sort(np.argsort(order)[:n])))
     if task == "claims":
         batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
