@@ -730,8 +730,8 @@ LABEL = ("SUPPORTS, REFUTES, NOT ENOUGH INFO or null", lambda v: v in (*CLAIM_LA
 def read_bytes(path, max_line=-1) -> Iterator[bytes]:
     """The lines of a plain or gzipped file, whatever its name, without a byte-order mark.
 
-    A file that is an archive, cut off, or no file raises a UserError; so does a line of max_line
-    bytes, before more of it is read."""
+    What is no file raises a UserError, as does a gzipped one that was cut off, and a line of
+    max_line bytes, before more of it is read."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     n = 0
@@ -776,8 +776,8 @@ def read_records(path, make, errors=None):
             errors.append(f"{path}:{n}: {reason}")
 
 def field(record, name, kind, where="", optional=False):
-    """A field of a record, which is what it should be; if it is optional, or null. `where` is
-    the name of the record where it is part of another. Raises ValueError."""
+    """A field of a record, checked; None if it may be absent or null (`optional`) and is.
+    where: "mentions[0]." of a record inside of another. Raises ValueError "field: reason"."""
     what, is_one = kind
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
@@ -796,7 +796,7 @@ def read_mentions(records, text) -> list:
         where = f"mentions[{i}]."
         start, end = field(record, "start", NUMBER, where), field(record, "end", NUMBER, where)
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"{where}start {start} and {where}end {end} do not fit the text; "
+            raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
                              f"0 <= start < end <= {len(text)}")
         mentions.append(Mention(start, end, field(record, "entity", NAME, where)))
     return mentions
