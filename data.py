@@ -105,7 +105,8 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
             mention_at[first] = stop, i
             t = stop
 
-    rows, edges, t = [], [], 0      # of each passage its lists; the characters at which it begins
+    rows, edges = [], []            # of each passage its lists; the characters at which it begins
+    lo, tokens, t = 0, [], 0        # of the last one: its first token, what it is in all; next token
     while t < len(starts):          # one token, or a whole mention
         stop, i = mention_at.get(t, (t + 1, None))
         room = stop - t + (1 if i is None else 3)               # markers and [SEP]
@@ -1279,7 +1280,7 @@ def read_article(wikitext) -> tuple:
 def wiki(path, out, extend=True, workers=1) -> Counter:
     """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
     try:
-        import mwparserfromhell     # noqa: F401
+        import mwparserfromhell  # noqa: F401
     except ImportError as error:
         raise UserError("data.py wiki needs a package: pip install mwparserfromhell") from error
     counts, redirects = Counter(), {}
