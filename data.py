@@ -106,7 +106,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
             t = stop
 
     rows, edges = [], []            # of each passage its lists; the characters at which it begins
-    lo, tokens, t = 0, [], 0        # of the last one: its first token, what it is in all; next token
+    lo, tokens, t = 0, [], 0        # of the last one: first token, what it holds; the next token
     while t < len(starts):          # one token, or a whole mention
         stop, i = mention_at.get(t, (t + 1, None))
         room = stop - t + (1 if i is None else 3)               # markers and [SEP]
@@ -994,11 +994,9 @@ def load_tokenizer(path) -> Tokenizer:
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
         unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
-        for marker in (E_START, E_END):
-            if marker not in vocab:
-                if not unused:
-                    raise UserError(f"{path}: has no [unusedN] entry left for {marker}; add one")
-                vocab[unused.pop(0)] = marker
+        markers = [marker for marker in (E_START, E_END) if marker not in vocab]
+        for i, marker in zip(unused, markers):
+            vocab[i] = marker
         tokenizer = _wordpiece(vocab)
     special_ids(tokenizer, path)
     return tokenizer
@@ -1008,7 +1006,8 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
     ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
     if None in ids.values():
         missing = ", ".join(t for t, i in ids.items() if i is None)
-        raise UserError(f"{path}: lacks {missing}; give a BERT vocab.txt or our tokenizer.json")
+        raise UserError(f"{path}: lacks {missing}; give our tokenizer.json, or a BERT vocab.txt "
+                        "with two [unusedN] entries for the markers")
     return ids
 
 # ---------------------------------------------------------------- a tokenised corpus
