@@ -17,7 +17,6 @@ import argparse
 import bz2
 import gzip
 import html
-import importlib.util
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -70,15 +70,9 @@ class Text(NamedTuple):
     mentions: list
     split: str | None = None    # "train", "held_out" or None: by its title
 
-class Span(NamedTuple):
-    """A mention by its tokens."""
-    first: int
-    last: int       # exclusive
-    index: int      # which of the text's mentions
-
 class Passage(NamedTuple):
     tokens: np.ndarray      # (n + 2m + 2,) int32, [CLS] … [SEP]
-    start: np.ndarray       # (m,) positions of [E_start]; outer mentions before inner ones
+    start: np.ndarray       # (m,) positions of [E_start]
     end: np.ndarray         # (m,) positions of [E_end]
     index: np.ndarray       # (m,) which of the text's mentions
     chars: tuple            # the passage's characters in the text: from, to (None: the end)
@@ -86,83 +80,60 @@ class Passage(NamedTuple):
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (T) and max_length positions.
 
+    A passage ends as late as these two allow, and never inside a mention. A mention covers every
+    token that it touches. Mentions that share a token: the one that starts first stays, of those
+    that start together the longest, so that a mention is masked without telling half of another.
+
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
-    A mention covers every token that it touches. No cut crosses a mention: where mentions that
-    overlap fit no passage together, the longest goes. dropped: a Counter of reasons, added to."""
-    ids, n = encoding.ids, len(encoding.ids)
-    starts = [start for start, _ in encoding.offsets]
+    dropped: a Counter of the reasons for which mentions were left out, added to."""
+    ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
     ends = [end for _, end in encoding.offsets]
-    spans = []
+    spans = []                      # first token, the token after the last, which mention
     for i, (start, end, *_) in enumerate(mentions):
-        first, last = bisect_right(ends, start), bisect_left(starts, end)
-        if first >= last:
+        first, stop = bisect_right(ends, start), bisect_left(starts, end)
+        if first >= stop:
             dropped["without a token"] += 1
-        elif last - first > passage_length or last - first + 4 > max_length:
+        elif stop - first > passage_length or stop - first + 4 > max_length:
             dropped["longer than a passage"] += 1
         else:
-            spans.append(Span(first, last, i))
-    spans.sort(key=lambda span: (span.first, -span.last))       # outer before inner
-
-    def within(lo, hi):     # between two cuts that cross no mention
-        return spans[bisect_left(spans, (lo,)):bisect_left(spans, (hi,))]
-
-    def fits(lo, hi):
-        positions = hi - lo + 2 * len(within(lo, hi)) + 2
-        return hi - lo <= passage_length and positions <= max_length
-
-    # Cut wherever no mention is crossed. A part that still fits no passage is a chain of mentions
-    # that overlap: the longest is dropped, and the part is cut again.
-    parts, waiting = [], [(0, n)] if n else []      # from the left
-    while waiting:
-        lo, hi = waiting.pop()
-        crossed = {t for span in within(lo, hi) for t in range(span.first + 1, span.last)}
-        cuts = [t for t in range(lo, hi + 1) if t not in crossed]
-        if len(cuts) > 2:
-            waiting += reversed(list(pairwise(cuts)))
-        elif fits(lo, hi):
-            parts.append((lo, hi))
+            spans.append((first, stop, i))
+    mention_at, t = {}, 0           # first token -> the token after the last, which mention
+    for first, stop, i in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if first < t:
+            dropped["overlaps another mention"] += 1
         else:
-            longest = max(within(lo, hi), key=lambda span: span.last - span.first)
-            dropped["overlaps too many others for one passage"] += 1
-            spans.remove(longest)
-            waiting.append((lo, hi))
+            mention_at[first] = stop, i
+            t = stop
 
-    edges = [0]                 # as many parts as fit become a passage
-    for lo, hi in parts:
-        if not fits(edges[-1], hi):
-            edges.append(lo)
-    passages = []
-    for lo, hi in pairwise([*edges, n] if n else []):
-        chars = (starts[lo] if lo else 0, starts[hi] if hi < n else None)
-        passages.append(_set_markers(ids, lo, hi, within(lo, hi), special, chars))
-    return passages
-
-def _set_markers(ids, lo, hi, spans, special, chars):
-    """Tokens lo … hi as a Passage."""
-    markers = []
-    # Before one token stand ends, the inner first, then starts, the outer first.
-    for m, span in enumerate(spans):
-        markers.append((span.last, 0, -m))
-        markers.append((span.first, 1, m))
-    tokens, start, end = [special[CLS]], [0] * len(spans), [0] * len(spans)
-    for before, is_start, m in sorted(markers):
-        tokens += ids[lo:before]
-        lo = before
-        if is_start:
-            start[m] = len(tokens)
-            tokens.append(special[E_START])
+    rows, edges = [], []            # of each passage its lists; the characters at which it begins
+    lo, tokens, t = 0, [], 0        # of the last one: first token, what it holds; the next token
+    while t < len(starts):          # one token, or a whole mention
+        stop, i = mention_at.get(t, (t + 1, None))
+        room = stop - t + (1 if i is None else 3)               # markers and [SEP]
+        if not rows or stop - lo > passage_length or len(tokens) + room > max_length:
+            lo, tokens, start, end, index = t, [special[CLS]], [], [], []
+            rows.append((tokens, start, end, index))
+            edges.append(starts[lo] if lo else 0)
+        if i is None:
+            tokens.append(ids[t])
         else:
-            end[-m] = len(tokens)
+            index.append(i)
+            start.append(len(tokens))
+            tokens += [special[E_START], *ids[t:stop]]
+            end.append(len(tokens))
             tokens.append(special[E_END])
-    tokens += [*ids[lo:hi], special[SEP]]
-    index = np.array([span.index for span in spans], np.int64)
-    return Passage(np.array(tokens, np.int32), np.array(start, np.int64), np.array(end, np.int64),
-                   index, chars)
+        t = stop
+    passages = []
+    for (tokens, *columns), chars in zip(rows, pairwise([*edges, None])):
+        tokens = np.array([*tokens, special[SEP]], np.int32)
+        passages.append(Passage(tokens, *(np.array(c, np.int64) for c in columns), chars))
+    return passages
 
 # ---------------------------------------------------------------- batches and masking
 
-# the fields of a Batch that have an entry a row
+# the fields of a Batch that have an entry a row, and those with an entry a mention
 ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
+MENTIONS = ("row", "start", "end", "entity", "passage", "masked", "mention")
 
 @dataclass
 class Batch:
@@ -185,8 +156,12 @@ class Batch:
     answer_mention: torch.Tensor | None = None  # (B,) the mention to be answered, -1 = none
 
     def to(self, device) -> "Batch":
-        return Batch(**{name: tensor if tensor is None else tensor.to(device, non_blocking=True)
-                        for name, tensor in vars(self).items()})
+        return Batch(**{name: tensor.to(device, non_blocking=True)
+                        for name, tensor in vars(self).items() if tensor is not None})
+
+    def of_mentions(self, kept) -> dict:
+        """{field: tensor} of these of the mentions."""
+        return {name: getattr(self, name)[kept] for name in MENTIONS}
 
     def part(self, rank, size) -> "Batch":
         """Rows rank, rank + size, … with their mentions and targets, renumbered."""
@@ -195,67 +170,61 @@ class Batch:
         targets = self.target_index // T % size == rank             # (L,)
         number = torch.full((len(ours) + 1,), -1, device=ours.device)   # new numbers; [-1] stays -1
         number[:-1] = ours.cumsum(0) - 1
-        part = {}
-        for name, tensor in vars(self).items():
-            if tensor is None:
-                part[name] = None
-            elif name.startswith("target"):
-                part[name] = tensor[targets]
-            elif name in ROWS:
-                part[name] = tensor[rank::size].contiguous()
-            else:
-                part[name] = tensor[ours]
+        part = self.of_mentions(ours)
+        part |= {name: getattr(self, name)[rank::size].contiguous() for name in ROWS
+                 if getattr(self, name) is not None}
         part["row"] = part["row"] // size
-        part["target_index"] = part["target_index"] // T // size * T + part["target_index"] % T
-        for name in ("target_mention", "answer_mention"):
-            if part[name] is not None:
-                part[name] = number[part[name]]
+        index = self.target_index[targets]
+        part["target_index"] = index // T // size * T + index % T
+        part["target"] = self.target[targets]
+        part["target_mention"] = number[self.target_mention[targets]]
+        if self.answer_mention is not None:
+            part["answer_mention"] = number[part["answer_mention"]]
         return Batch(**part)
 
 def _ranges(starts, lengths):
-    """The ranges [s, s + n) one after the other: which range, the offset in it, the value."""
+    """The ranges [s, s + n) one after the other: which range, the value."""
     which = np.repeat(np.arange(len(lengths)), lengths)
     offset = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return which, offset, starts[which] + offset
+    return which, starts[which] + offset
+
+def _collate(rows, pad, **mentions) -> Batch:
+    """Rows of token ids and the columns of their mentions as a Batch; nothing is masked."""
+    tokens = pad_sequence([torch.from_numpy(np.asarray(row, np.int64)) for row in rows], True, pad)
+    columns = {name: torch.from_numpy(np.asarray(column, np.int64))
+               for name, column in mentions.items()}
+    none, masked = torch.empty(0, dtype=torch.int64), torch.zeros(len(columns["row"]), dtype=bool)
+    return Batch(tokens, tokens, tokens != pad, masked=masked, target_index=none, target=none,
+                 target_mention=none, **columns)
 
 def _unmasked(corpus, passages) -> Batch:
-    """These passages with all of their mentions; nothing is masked yet."""
+    """These passages with all of their mentions."""
     passages = np.asarray(passages, np.int64)
-    starts, mentions = corpus.passage_start[passages], corpus.mention_first[passages]
-    lengths = corpus.passage_start[passages + 1] - starts
-    tokens = np.full((len(passages), lengths.max()), corpus.special[PAD], np.int64)
-    row, column, source = _ranges(starts, lengths)
-    tokens[row, column] = corpus.tokens[source]
-    row, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
-    start, end, entity = (array[mention].astype(np.int64) for array in (
-        corpus.mention_start, corpus.mention_end, corpus.mention_entity))
-    none = np.empty(0, np.int64)
-    return Batch(*map(torch.from_numpy, (
-        tokens, tokens, tokens != corpus.special[PAD], row, start, end, entity, passages[row],
-        np.zeros(len(row), bool), none, none, none, mention)))
+    first, stop = corpus.passage_start[passages], corpus.passage_start[passages + 1]
+    n_mentions = corpus.mention_first[passages + 1] - corpus.mention_first[passages]
+    row, mention = _ranges(corpus.mention_first[passages], n_mentions)
+    return _collate([corpus.tokens[a:b] for a, b in zip(first, stop)], corpus.special[PAD], row=row,
+                    start=corpus.mention_start[mention], end=corpus.mention_end[mention],
+                    entity=corpus.mention_entity[mention], passage=passages[row], mention=mention)
 
-def _markers(batch):
-    """(M,) positions of [E_start], and of [E_end], in the flat tokens (B * T,)."""
-    offset = batch.row * batch.tokens.shape[1]
-    return (offset + batch.start).numpy(), (offset + batch.end).numpy()
+def _owner(batch):
+    """(B * T,) the mention between whose markers each token stands, -1 = none."""
+    start = (batch.row * batch.tokens.shape[1] + batch.start).numpy()
+    which, position = _ranges(start + 1, (batch.end - batch.start - 1).numpy())
+    owner = np.full(batch.tokens.numel(), -1)
+    owner[position] = which
+    return owner
 
-def _mask(batch, corpus, chosen, read, owners) -> Batch:
+def _mask(batch, chosen, read) -> Batch:
     """The batch with its targets.
 
-    chosen (B * T,): which tokens are to be predicted. read (B * T,): what the model reads.
-    owners: the mentions that targets belong to; a token in several is the innermost one's."""
-    tokens, (start, end) = batch.unmasked.numpy().ravel(), _markers(batch)
-    which, _, position = _ranges(start[owners] + 1, (end - start)[owners] - 1)
-    owner = np.full(len(tokens), -1)
-    owner[position] = owners[which]         # inner mentions come later
-    # A mention is masked if all of its words are chosen. The difference of two running sums is
-    # how many stand between two positions.
-    n_chosen, n_tokens = np.cumsum(chosen), np.cumsum(corpus.maskable[tokens])
-    masked = n_chosen[end] - n_chosen[start] == n_tokens[end] - n_tokens[start]
+    chosen (B * T,): which tokens are to be predicted, all of a mention or none. read (B * T,):
+    what the model reads."""
     targets = np.flatnonzero(chosen)
-    tensors = {"tokens": read.reshape(batch.tokens.shape), "masked": masked,
-               "target_index": targets, "target": tokens[targets],
-               "target_mention": owner[targets]}
+    owner = _owner(batch)[targets]
+    tensors = {"tokens": read.reshape(batch.tokens.shape), "target_index": targets,
+               "target": batch.unmasked.numpy().ravel()[targets], "target_mention": owner,
+               "masked": np.isin(np.arange(len(batch.row)), owner)}
     return replace(batch, **{name: torch.from_numpy(array) for name, array in tensors.items()})
 
 def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
@@ -267,28 +236,18 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
     uniform sample (None: all)."""
     batch = _unmasked(corpus, passages)
     tokens = batch.unmasked.numpy().ravel()                                 # (B * T,)
-    # Overlapping mentions are a group, masked whole or not at all: a mention half masked would
-    # tell its other half. Groups are numbered 1, 2, … along the flat batch.
-    start, end = _markers(batch)
-    opened, closed = (np.bincount(at, minlength=len(tokens)) for at in (start, end))
-    inside = np.cumsum(opened - closed) > 0
-    group = np.cumsum(inside & ~np.concatenate([[False], inside[:-1]]))
-    if max_mentions is not None and len(start) > max_mentions * len(batch.tokens):
+    outside = _owner(batch) < 0             # also of the mentions that are left out now
+    if max_mentions is not None and len(batch.row) > max_mentions * len(batch.tokens):
         n = max_mentions * len(batch.tokens)
-        kept = np.sort(rng.choice(len(start), n, replace=False))
-        names = ("row", "start", "end", "entity", "passage", "mention")
-        batch = replace(batch, **{name: getattr(batch, name)[kept] for name in names})
-        start = start[kept]
+        kept = np.sort(rng.choice(len(batch.row), n, replace=False))
+        batch = replace(batch, **batch.of_mentions(kept))
 
-    word, chosen = corpus.maskable[tokens], np.zeros(len(tokens), bool)
+    M, chosen = len(batch.row), np.zeros(len(tokens), bool)
     if token_rate:
-        chosen = word & ~inside & (rng.random(len(tokens)) < token_rate)
-    if mention_rate and len(start):
-        groups, counts = np.unique(group[start], return_counts=True)
-        shuffled = rng.permutation(len(groups))
-        n = max(1, round(mention_rate * len(start)))
-        enough = np.searchsorted(np.cumsum(counts[shuffled]), n) + 1    # until n are covered
-        chosen |= word & inside & np.isin(group, groups[shuffled[:enough]])
+        chosen = corpus.maskable[tokens] & outside & (rng.random(len(tokens)) < token_rate)
+    if mention_rate and M:
+        masked = rng.permutation(M)[:max(1, round(mention_rate * M))]
+        chosen |= np.isin(_owner(batch), masked)
 
     read, index = tokens.copy(), np.flatnonzero(chosen)
     if len(index):
@@ -296,17 +255,14 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
         words = rng.choice(corpus.words, len(index))
         read[index[fate < .9]] = words[fate < .9]
         read[index[fate < .8]] = corpus.special[MASK]
-    return _mask(batch, corpus, chosen, read, np.arange(len(start)))
+    return _mask(batch, chosen, read)
 
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = _unmasked(corpus, corpus.passage_of(mentions))
     asked = np.flatnonzero(batch.mention.numpy() == np.asarray(mentions)[batch.row])    # one a row
-    tokens, (start, end) = batch.unmasked.numpy().ravel(), _markers(batch)
-    _, _, inside = _ranges(start[asked], (end - start)[asked])
-    chosen = np.zeros(len(tokens), bool)
-    chosen[inside] = corpus.maskable[tokens[inside]]
-    return _mask(batch, corpus, chosen, np.where(chosen, corpus.special[MASK], tokens), asked)
+    chosen = np.isin(_owner(batch), asked)
+    return _mask(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked.ravel()))
 
 def without_targets(batch, hidden) -> Batch:
     """The batch with the mentions where hidden (M,) is true as they are in the text: not masked."""
@@ -352,7 +308,7 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     # Pairs (article, entity) as one number, then an index in either direction: article a has
     # entities[entities_of[a]:entities_of[a + 1]], entity e is in articles[articles_of[e]:…].
     mentions = corpus.mention_first[passages]
-    which, _, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
+    which, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
     entity = corpus.mention_entity[mention].astype(np.int64)
     pairs = np.unique((article[which] * E + entity)[entity > 0])
     pairs = pairs[np.bincount(pairs % E, minlength=E)[pairs % E] <= max_articles]
@@ -362,36 +318,28 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     articles_of = np.searchsorted(entities[order], np.arange(E + 1))
     n_entities = np.diff(entities_of)               # (A,)
 
-    shared = np.zeros(A, np.int64)                  # (A,) entities that it shares with the cluster
-    in_cluster = np.zeros(E, bool)
     clusters = []
     while unused.any():
-        cluster, room, n_joined = [], size, 0
-        candidates, a = np.empty(0, np.int64), unused.argmax()
+        cluster, room, joined = [], size, np.empty(0, np.int64)     # joined: its set of entities
+        a = unused.argmax()
         while True:
             n = min(room, unused[a])
             cluster.append(by_article[after[a] - unused[a]:][:n])
             unused[a] -= n
             room -= n
-            new = entities[entities_of[a]:entities_of[a + 1]]
-            new = new[~in_cluster[new]]
-            in_cluster[new] = True
-            n_joined += len(new)
-            n_articles = articles_of[new + 1] - articles_of[new]
-            touched = articles[_ranges(articles_of[new], n_articles)[2]]
-            np.add.at(shared, touched, 1)
-            candidates = np.union1d(candidates, touched)
-            candidates = candidates[unused[candidates] > 0]
             if not room or not unused.any():
                 break
+            joined = np.union1d(joined, entities[entities_of[a]:entities_of[a + 1]])
+            n_articles = articles_of[joined + 1] - articles_of[joined]
+            _, touched = _ranges(articles_of[joined], n_articles)
+            candidates, both = np.unique(articles[touched], return_counts=True)
+            left = unused[candidates] > 0
+            candidates, both = candidates[left], both[left]
             a = (unused > 0).argmax()               # the first one, if nobody left shares anything
             if len(candidates):
-                both = shared[candidates]
-                either = n_entities[candidates] + n_joined - both
+                either = n_entities[candidates] + len(joined) - both
                 a = candidates[(both / either).argmax()]
         clusters.append(np.concatenate(cluster))
-        shared[:] = 0
-        in_cluster[:] = False
     return clusters
 
 # ---------------------------------------------------------------- examples: claims and questions
@@ -407,19 +355,20 @@ class Example(NamedTuple):
 _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
-def name_index(names) -> dict:
-    """A tree of names by their words: {"port": {"ellin": {"": "Port_Ellin"}}}, "" at a name's end.
+def add_name(index, name):
+    """Adds a name to a tree of names by their words, in which "" stands at a name's end:
+    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts."""
+    words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower())
+    if any(word.isalnum() for word in words):
+        for word in words:
+            index = index.setdefault(word, {})
+        index.setdefault("", name)
 
-    "_" is a space, a bracket at the end goes; of names that read alike the first counts."""
+def name_index(names) -> dict:
+    """The tree of these names; "_" is a space, a bracket at the end goes."""
     index = {}
     for name in names:
-        shown = re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower()
-        words = _WORD.findall(shown)
-        if any(word.isalnum() for word in words):
-            node = index
-            for word in words:
-                node = node.setdefault(word, {})
-            node.setdefault("", name)
+        add_name(index, name)
     return index
 
 def find_mentions(text, names) -> list:
@@ -466,78 +415,70 @@ def mention_finder(names):
     index = name_index(names)
     return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
 
-class Placed(NamedTuple):
-    """A mention of an example in its batch."""
-    row: int
-    start: int
-    end: int
-    entity: int
-    asked: bool         # the one mention of its row whose entity is the answer
-    number: int         # which of the example's mentions; -1: the [MASK] at the end
+def first_passages(examples, tokenizer, room):
+    """The Passage of each example's first `room` positions; what is behind them is cut off."""
+    special, none = special_ids(tokenizer), np.empty(0, np.int64)
+    nothing = Passage(np.array([special[CLS], special[SEP]]), none, none, none, (0, None))
+    encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
+    for example, encoding in zip(examples, encodings):
+        passages = encode_text(encoding, example.mentions, room, room, special, Counter())
+        yield passages[0] if passages else nothing
+
+def count_cut_mentions(examples, tokenizer, max_length) -> int:
+    """How many mentions example_batch leaves out: behind max_length, or they overlap another."""
+    passages = first_passages(examples, tokenizer, max_length - 3)
+    return sum(len(e.mentions) - len(passage.index) for e, passage in zip(examples, passages))
+
+def _with_question(passage, special):
+    """The Passage with one more mention at its end, "[E_start] [MASK] [E_end]"; its index is -1."""
+    n = len(passage.tokens)
+    tokens = [*passage.tokens[:-1], *(special[t] for t in (E_START, MASK, E_END, SEP))]
+    columns = zip((passage.start, passage.end, passage.index), (n - 1, n + 1, -1))
+    return Passage(tokens, *(np.append(column, last) for column, last in columns), passage.chars)
 
 def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
                   max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
     task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
-    no label, but the entity of one mention as answer, and that mention is masked. What is behind
-    max_length positions is cut off (count_cut_mentions)."""
+    no label, but the entity of a mention as answer. Its mentions are hidden behind [MASK], and the
+    first one is asked. What is behind max_length positions is cut off (count_cut_mentions)."""
     special, is_question = special_ids(tokenizer), task == "qa"
     room = max_length - 3 if is_question else max_length
-    rows, masked_rows, placed = [], [], []
-    for r, (example, passage) in enumerate(first_passages(examples, tokenizer, room)):
-        ids, answered = passage.tokens.tolist(), False
-        masked = list(ids)
-        for start, end, i in zip(passage.start, passage.end, passage.index):
-            name = example.mentions[i].entity
-            is_answer = task == "claims" and name in example.answers
-            asked = is_answer and not answered
-            placed.append(Placed(r, start, end, entity_index.get(name, 0), asked, i))
-            answered = answered or is_answer
-            for t in range(start + 1, end):     # markers of a mention inside stay
-                if is_answer and ids[t] not in (special[E_START], special[E_END]):
-                    masked[t] = special[MASK]
-        if is_question:
-            placed.append(Placed(r, len(ids) - 1, len(ids) + 1, 0, True, -1))
-            for tokens in (ids, masked):
-                tokens[-1:] = [special[t] for t in (E_START, MASK, E_END, SEP)]
-        rows.append(torch.tensor(ids))
-        masked_rows.append(torch.tensor(masked))
+    passages = list(first_passages(examples, tokenizer, room))
+    if is_question:
+        passages = [_with_question(passage, special) for passage in passages]
+    row = np.repeat(np.arange(len(passages)), [len(p.index) for p in passages])
+    start, end, number = (np.concatenate([getattr(p, name) for p in passages])
+                          for name in ("start", "end", "index"))
+    names = [examples[r].mentions[i].entity if i >= 0 else None for r, i in zip(row, number)]
+    batch = _collate([p.tokens for p in passages], special[PAD], row=row, start=start, end=end,
+                     entity=[entity_index.get(name, 0) for name in names],
+                     passage=np.full(len(row), -1), mention=number)
+    hidden = np.flatnonzero(number < 0)
+    if task == "claims":
+        is_answer = [name in examples[r].answers for r, name in zip(row, names)]
+        hidden = np.flatnonzero(is_answer)
+    is_hidden = torch.from_numpy(np.isin(_owner(batch), hidden)).view_as(batch.tokens)
+    batch.tokens = batch.unmasked.masked_fill(is_hidden, special[MASK])
+    _, first = np.unique(row[hidden], return_index=True)
+    asked = hidden[first]                       # the first of each row
+    batch.masked[asked] = True
 
-    n = max_mentions * len(rows)
-    if len(placed) > n:                         # a uniform sample, but every answer
-        order = np.random.default_rng(0).random(len(placed))
-        order[[mention.asked for mention in placed]] -= 1       # these come first
-        placed = [placed[i] for i in np.sort(np.argsort(order)[:n])]
-    columns = np.array(placed, np.int64).reshape(-1, len(Placed._fields))
-    row, start, end, entity, asked, number = torch.from_numpy(columns.T.copy())
-    tokens, unmasked = (pad_sequence(x, True, special[PAD]) for x in (masked_rows, rows))
-    none, empty = torch.full_like(row, -1), torch.empty(0, dtype=torch.int64)
-    batch = Batch(tokens, unmasked, unmasked != special[PAD], row, start, end, entity, none,
-                  asked == 1, empty, empty, empty, number)
+    n = max_mentions * len(passages)
+    if len(row) > n:                            # a uniform sample, but whatever is asked
+        order = np.random.default_rng(0).random(len(row))
+        order[asked] -= 1                       # these come first
+        batch = replace(batch, **batch.of_mentions(np.sort(np.argsort(order)[:n])))
     if task == "claims":
         batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
     if is_question or any(e.answers for e in examples):
         known = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
         batch.answer = torch.tensor([answers[0] if answers else 0 for answers in known])
         batch.answer_mention = torch.full((len(examples),), -1)
-        batch.answer_mention[row[batch.masked]] = batch.masked.nonzero().ravel()
+        batch.answer_mention[batch.row[batch.masked]] = batch.masked.nonzero().ravel()
         batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
     return batch
-
-def first_passages(examples, tokenizer, room):
-    """(example, Passage of its first `room` positions) of each; what is behind them is cut off."""
-    special, none = special_ids(tokenizer), np.empty(0, np.int64)
-    nothing = Passage(np.array([special[CLS], special[SEP]]), none, none, none, (0, None))
-    encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
-    for example, encoding in zip(examples, encodings):
-        passages = encode_text(encoding, example.mentions, room, room, special, Counter())
-        yield example, passages[0] if passages else nothing
-
-def count_cut_mentions(examples, tokenizer, max_length) -> int:
-    """How many mentions example_batch leaves out, as they are behind max_length."""
-    passages = first_passages(examples, tokenizer, max_length - 3)
-    return sum(len(example.mentions) - len(passage.index) for example, passage in passages)
 
 # ---------------------------------------------------------------- the toy world
 
@@ -647,25 +588,25 @@ location film city location
 """)
 
 def _say(phrase, subject, obj="", noun=None, bridge=""):
-    """A phrase filled in, its mentions in brackets: "[Alma Verran] was born in [Port Ellin]."
+    """A phrase filled in, with mentions and links: "[Alma Verran|Alma Verran] was born in [Port…".
 
-    With a noun it is about "[X]'s [director]", which takes two hops. That description is linked
-    where a bridge is given: "[X]'s [director|Y]". An object "a city" is nobody's name."""
-    about = f"[{subject}]'s [{noun}|{bridge}]" if noun else f"[{subject}]"
-    text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}]")
+    With a noun it is about "X's [director|]", which takes two hops; that description is linked
+    where a bridge is given: "[director|Y]". An object "a city" is nobody's name."""
+    about = f"[{subject}|{subject}]"
+    if noun:
+        about += f"'s [{noun}|{bridge}]"
+    text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}|{obj}]")
     return text[0].upper() + text[1:]
 
 def _line(key, marked, **others):
-    """A line of a file; marked: a text with its mentions in brackets."""
-    text, mentions, at = "", [], 0
-    for match in re.finditer(r"\[([^]|]*)(?:\|([^]]*))?\]", marked):
-        name, link = match.groups()
-        text += marked[at:match.start()]
-        entity = name if link is None else link or None
-        mentions.append({"start": len(text), "end": len(text) + len(name), "entity": entity})
-        text += name
-        at = match.end()
-    return {key: text + marked[at:], "mentions": mentions, **others}
+    """A line of a file; marked: what _say says."""
+    text, *parts = re.split(r"\[(.*?)\|(.*?)\]", marked)
+    mentions = []
+    for shown, entity, after in zip(parts[::3], parts[1::3], parts[2::3]):
+        end = len(text) + len(shown)
+        mentions.append({"start": len(text), "end": end, "entity": entity or None})
+        text += shown + after
+    return {key: text, "mentions": mentions, **others}
 
 def toy_world(seed=0, descriptions=0.5):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
@@ -680,8 +621,7 @@ def toy_world(seed=0, descriptions=0.5):
         pairs = rng.permutation(len(firsts) * len(lasts))[:n + n // 5]
         names = [f"{firsts[i // len(lasts)]} {lasts[i % len(lasts)]}" for i in pairs]
         seen[kind], unseen[kind] = names[:n], names[n:]
-    facts = _toy_facts(rng, seen)
-    unseen_facts = _toy_facts(rng, unseen)
+    facts, unseen_facts = _toy_facts(rng, seen), _toy_facts(rng, unseen)
     split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
     split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
     facts |= unseen_facts
@@ -689,11 +629,14 @@ def toy_world(seed=0, descriptions=0.5):
     lines = [lines[i] for i in rng.permutation(len(lines))]
     examples = {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
-        examples |= _toy_examples(rng, facts, split, name, limit)
+        of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
+        for hops, items in _toy_hops(of_split).items():
+            qa, claims = _toy_examples(rng, items, limit, name == "train")
+            examples |= {f"qa.{hops}.{name}": qa, f"claims.{hops}.{name}": claims}
     for name in ("train", "dev"):                           # both kinds, to learn from together
         for task in ("qa", "claims"):
-            parts = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
-            examples[f"{task}.both.{name}"] = [line for part in parts for line in part]
+            one, two = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
+            examples[f"{task}.both.{name}"] = one + two
     return lines, examples
 
 def _toy_facts(rng, names):
@@ -738,83 +681,72 @@ def _toy_passages(rng, facts, split, descriptions):
             lines.append({"title": subject, **_line("text", " ".join(said.values()), split=name)})
     return lines
 
-def _toy_examples(rng, facts, split, name, limit):
-    """{"qa.one_hop.NAME": lines, …} of one split: questions and claims about one fact and two."""
-    one_hop = [{"subject": subject, "relations": [relation], "object": obj}
-               for (subject, relation), obj in facts.items() if split[subject, relation] == name]
-    two_hop = []
-    for first in one_hop:
-        subject, bridge = first["subject"], first["object"]
-        for relation in RELATIONS:
-            obj = facts.get((bridge, relation), subject)
-            if obj not in (subject, bridge) and split[bridge, relation] == name:
-                two_hop.append({"subject": subject, "relations": [*first["relations"], relation],
-                                "object": obj, "bridge": bridge})
-    examples = {}
-    for hops, items in {"one_hop": one_hop, "two_hop": two_hop}.items():
-        qa, claims, objects = [], [], {}
-        for info in items:
-            objects.setdefault(info["relations"][-1], []).append(info["object"])
-        for i in rng.permutation(len(items))[:limit]:
-            info = items[i]
-            subject, obj, bridge = info["subject"], info["object"], info.get("bridge")
-            relation = RELATIONS[info["relations"][-1]]
-            noun = RELATIONS[info["relations"][0]].noun if bridge else None
-            question = _say(rng.choice(relation.questions), subject, noun=noun)
-            qa.append(_line("question", question, answers=[obj], **info))
-            # A wrong object is that of another fact of this relation and split, so as frequent as
-            # right ones, and each fact is claimed rightly and wrongly: only the memory tells them
-            # apart. In training so in every phrase: that is harder to learn by heart.
-            wrong = [o for o in objects[info["relations"][-1]] if o not in (obj, subject, bridge)]
-            if not wrong:
-                continue
-            for phrase in relation.claims if name == "train" else [rng.choice(relation.claims)]:
+def _toy_hops(facts) -> dict:
+    """What can be asked of these facts: "Who directed X?" and "Where was X's director born?", where
+    the director is the bridge."""
+    one_hop, two_hop = [], []
+    for (subject, first), bridge in facts.items():
+        one_hop.append({"subject": subject, "relations": [first], "object": bridge})
+        for second in RELATIONS:
+            obj = facts.get((bridge, second), subject)
+            if obj not in (subject, bridge):
+                two_hop.append({"subject": subject, "relations": [first, second], "object": obj,
+                                "bridge": bridge})
+    return {"one_hop": one_hop, "two_hop": two_hop}
+
+def _toy_examples(rng, items, limit, is_train):
+    """(questions, claims) about these facts, or pairs of facts.
+
+    A wrong object is that of another fact of this relation and split, so as frequent as right
+    ones, and each fact is claimed rightly and wrongly: only the memory tells them apart. In
+    training so in every phrase: that is harder to learn by heart."""
+    qa, claims, objects = [], [], {}
+    for item in items:
+        objects.setdefault(item["relations"][-1], []).append(item["object"])
+    for i in rng.permutation(len(items))[:limit]:
+        item = items[i]
+        subject, obj, bridge = item["subject"], item["object"], item.get("bridge")
+        first, last = item["relations"][0], item["relations"][-1]
+        noun, relation = RELATIONS[first].noun if bridge else None, RELATIONS[last]
+        question = _say(rng.choice(relation.questions), subject, noun=noun)
+        qa.append(_line("question", question, answers=[obj], **item))
+        wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
+        if wrong:
+            for phrase in relation.claims if is_train else [rng.choice(relation.claims)]:
                 other = wrong[rng.integers(len(wrong))]
                 for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
                     claim = _say(phrase, subject, claimed, noun)
-                    claims.append(_line("text", claim, label=label, **info))
-        examples[f"qa.{hops}.{name}"] = qa
-        examples[f"claims.{hops}.{name}"] = claims if name == "train" else claims[:limit]
-    return examples
+                    claims.append(_line("text", claim, label=label, **item))
+    return qa, claims if is_train else claims[:limit]
 
 def write_toy(folder, lines, examples):
     """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
     os.makedirs(folder, exist_ok=True)
     for name, records in {**examples, "corpus": lines}.items():
-        write_lines(os.path.join(folder, name + ".jsonl"), records)
+        write_lines(Path(folder, name + ".jsonl"), records)
 
 # ================================================================ files: JSON lines
 
 MAX_LINE = 1 << 24          # bytes; no text of a corpus is as long
-ARCHIVES = {b"PK\3\4": "zip", b"\xfd7zX": "xz", b"7z\xbc\xaf": "7z", b"BZh": "bz2"}
-LABEL = "SUPPORTS, REFUTES, NOT ENOUGH INFO or null"
-CHECKS = {      # what a field may be: in words, and as a test
-    "a string": lambda v: type(v) is str,
-    "a whole number": lambda v: type(v) is int,             # to isinstance a bool is one, too
-    "a list": lambda v: type(v) is list,
-    "a name or null": lambda v: v is None or type(v) is str and v != "",
-    "a list of names": lambda v: type(v) is list and all(type(a) is str and a for a in v),
-    '"train" or "held_out"': lambda v: v in ("train", "held_out"),
-    LABEL: lambda v: v in (*CLAIM_LABELS, None)}
-# The fields of each kind of record; those with a question mark may be absent or null.
-FIELDS = {
-    "mention": {"start": "a whole number", "end": "a whole number", "entity": "a name or null"},
-    "text": {"title": "a string", "text": "a string", "mentions": "a list",
-             "split?": '"train" or "held_out"'},
-    "claims": {"text": "a string", "label": LABEL, "mentions?": "a list"},
-    "qa": {"question": "a string", "answers": "a list of names", "mentions?": "a list"}}
+# What a field may be, in words and as a test. isinstance would take true for a number.
+STRING = ("a string", lambda v: type(v) is str)
+NUMBER = ("a whole number", lambda v: type(v) is int)
+LIST = ("a list", lambda v: type(v) is list)
+NAME = ("a name or null", lambda v: v is None or type(v) is str and v != "")
+ANSWERS = ("a list of names", lambda v: type(v) is list and all(type(a) is str and a for a in v))
+SPLIT = ('"train" or "held_out"', lambda v: v in ("train", "held_out"))
+LABEL = ("SUPPORTS, REFUTES, NOT ENOUGH INFO or null", lambda v: v in (*CLAIM_LABELS, None))
 
 def read_bytes(path, max_line=-1) -> Iterator[bytes]:
-    """The lines of a plain or gzipped file, whatever its name, without a byte-order mark."""
+    """The lines of a plain or gzipped file, whatever its name, without a byte-order mark.
+
+    What is no file raises a UserError, as does a gzipped one that was cut off, and a line of
+    max_line bytes, before more of it is read."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     n = 0
     with open(path, "rb") as raw:
-        head = raw.peek(4)[:4]
-        for magic, kind in ARCHIVES.items():
-            if head.startswith(magic):
-                raise UserError(f"{path}: a {kind} archive; unpack it, or pack it with gzip")
-        file = gzip.open(raw) if head.startswith(b"\x1f\x8b") else raw
+        file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         try:
             while line := file.readline(max_line):
                 n += 1
@@ -831,79 +763,77 @@ def open_text(path) -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert the file") from error
+            raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert or unpack it") from error
 
-def check_fields(record, kind, where=""):
-    """Raises ValueError "field: reason" for the first field that is not what it should be."""
-    if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object")
-    for field, wanted in FIELDS[kind].items():
-        name = field.rstrip("?")
-        if name != field and record.get(name) is None:
-            continue
-        if name not in record:
-            raise ValueError(f"{where}{name}: missing")
-        if not CHECKS[wanted](record[name]):
-            raise ValueError(f"{where}{name}: not {wanted}")
-
-def read_mentions(record, text) -> list | None:
-    """The Mentions of a text in its record, checked; None where it has none. Raises ValueError."""
-    if record.get("mentions") is None:
-        return None
-    mentions = []
-    for i, mention in enumerate(record["mentions"]):
-        check_fields(mention, "mention", f"mentions[{i}].")
-        start, end = mention["start"], mention["end"]
-        if not 0 <= start < end <= len(text):
-            raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
-                             f"0 <= start < end <= {len(text)}")
-        mentions.append(Mention(start, end, mention["entity"]))
-    return mentions
-
-def read_records(path, kind, make, errors=None):
-    """make(record) of each JSON line with the FIELDS of its kind; make may raise ValueError.
+def read_records(path, make, errors=None):
+    """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
 
     Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
     is appended to it and reading goes on."""
     for n, line in enumerate(read_bytes(path, MAX_LINE), 1):
         try:
-            if not line.strip():
-                continue
-            if line.startswith((b"[", b"<")):
-                raise ValueError("a JSON array, HTML or XML; write one JSON object a line")
-            record = json.loads(line.decode())
-            if b"\\ud" in line.lower():     # JSON can spell half a pair, which nothing can read
-                json.dumps(record, ensure_ascii=False).encode()
-            check_fields(record, kind)
-            yield make(record)
+            if line.strip():
+                record = json.loads(line.decode())
+                if b"\\ud" in line.lower():     # JSON can spell half a pair; nothing can read it
+                    json.dumps(record, ensure_ascii=False).encode()
+                yield make(record)
         except (ValueError, RecursionError) as error:
-            is_json = not isinstance(error, (json.JSONDecodeError, RecursionError))
-            message = f"{path}:{n}: {error if is_json else f'not JSON, {error}'}"
+            reason = str(error)
+            if isinstance(error, (UnicodeDecodeError, json.JSONDecodeError, RecursionError)):
+                reason = f"not JSON ({error}); write one JSON object a line, plain or gzipped"
             if errors is None:
-                raise UserError(message + "; correct this line or take it out") from error
-            errors.append(message)
+                raise UserError(f"{path}:{n}: {reason}") from error
+            errors.append(f"{path}:{n}: {reason}")
+
+def field(record, name, kind, where="", optional=False):
+    """A field of a record, checked; None if it may be absent or null (`optional`) and is.
+    where: "mentions[0]." of a record inside of another. Raises ValueError "field: reason"."""
+    what, is_one = kind
+    if type(record) is not dict:
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
+    if optional and record.get(name) is None:
+        return None
+    if name not in record:
+        raise ValueError(f"{where}{name}: missing")
+    if not is_one(record[name]):
+        raise ValueError(f"{where}{name}: not {what}")
+    return record[name]
+
+def read_mentions(records, text) -> list:
+    """The Mentions of a text from their records. Raises ValueError."""
+    mentions = []
+    for i, record in enumerate(records):
+        where = f"mentions[{i}]."
+        start, end = field(record, "start", NUMBER, where), field(record, "end", NUMBER, where)
+        if not 0 <= start < end <= len(text):
+            raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
+                             f"0 <= start < end <= {len(text)}")
+        mentions.append(Mention(start, end, field(record, "entity", NAME, where)))
+    return mentions
 
 def read_corpus(path, errors=None) -> Iterator[Text]:
     """The texts of a corpus file, as a stream. Errors as read_records'."""
-    def text(record):
-        mentions = read_mentions(record, record["text"])
-        return Text(record["title"], record["text"], mentions, record.get("split"))
-    return read_records(path, "text", text, errors)
+    def make(record):
+        title, text = field(record, "title", STRING), field(record, "text", STRING)
+        mentions = read_mentions(field(record, "mentions", LIST), text)
+        return Text(title, text, mentions, field(record, "split", SPLIT, optional=True))
+    return read_records(path, make, errors)
 
 def read_examples(path, task) -> list:
     """Examples of task "claims" (text, label) or "qa" (question, answers); mentions may be absent.
 
     Raises UserError for a bad line or a file without any."""
-    def example(record):
-        text = record["text" if task == "claims" else "question"]
-        label = record.get("label") if task == "claims" else None
-        label = None if label is None else CLAIM_LABELS.index(label)
-        answers = record["answers"] if task == "qa" else []
-        known = {*FIELDS[task], "mentions"}
-        info = {name: value for name, value in record.items() if name not in known}
-        return Example(text, read_mentions(record, text), label, answers, info)
+    def make(record):
+        text = field(record, "question" if task == "qa" else "text", STRING)
+        label = field(record, "label", LABEL) if task == "claims" else None
+        answers = field(record, "answers", ANSWERS) if task == "qa" else []
+        mentions = field(record, "mentions", LIST, optional=True)
+        known = ("text", "label", "question", "answers", "mentions")
+        return Example(text, None if mentions is None else read_mentions(mentions, text),
+                       None if label is None else CLAIM_LABELS.index(label), answers,
+                       {name: value for name, value in record.items() if name not in known})
 
-    examples = list(read_records(path, task, example))
+    examples = list(read_records(path, make))
     if not examples:
         raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
     return examples
@@ -953,27 +883,27 @@ def sync(path):
 def commit_folder(part, folder, **about):
     """Gives the folder `part` its final name, once it is durable and meta.json says what it is
     (`about`, plain values) and the checksum of each file. So `folder` is whole or not there."""
+    part = Path(part)
     for name in ("meta.json", "meta.json.tmp"):         # of a commit that was cut off
-        remove(os.path.join(part, name))
-    names = sorted(os.listdir(part))
-    crc32 = {name: checksum(os.path.join(part, name)) for name in names}
-    write_json(os.path.join(part, "meta.json"), {**about, "crc32": crc32})
-    for name in (*names, "."):
-        sync(os.path.join(part, name))
+        remove(part / name)
+    crc32 = {name: checksum(part / name) for name in sorted(os.listdir(part))}
+    write_json(part / "meta.json", {**about, "crc32": crc32})
+    for name in (*crc32, "."):
+        sync(part / name)
     os.rename(part, folder)
-    sync(os.path.dirname(os.path.abspath(folder)))
+    sync(Path(folder).absolute().parent)
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
     """meta.json of a folder that commit_folder has named. Every file must be there, and those that
     are wanted(name) must have their checksums. Raises UserError."""
+    folder = Path(folder)
     try:
-        meta = read_json(os.path.join(folder, "meta.json"))
+        meta = read_json(folder / "meta.json")
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
         for name, crc32 in meta["crc32"].items():
-            path = os.path.join(folder, name)
-            os.stat(path)
-            if wanted(name) and checksum(path) != crc32:
+            os.stat(folder / name)
+            if wanted(name) and checksum(folder / name) != crc32:
                 raise ValueError(f"the checksum of {name} differs")
         return meta
     except (OSError, ValueError, KeyError) as error:
@@ -981,9 +911,14 @@ def open_folder(folder, kind, wanted=lambda name: True) -> dict:
                         "and run the same stage again") from error
 
 def write_lines(path, records):
-    """JSON lines, by write_file."""
-    write_file(path, lambda file: file.writelines(
-        (json.dumps(record, ensure_ascii=False) + "\n").encode() for record in records))
+    """JSON lines, by write_file; gzipped where the name ends in .gz."""
+    def write(file):
+        is_gzip = str(path).endswith(".gz")                     # mtime: the same bytes each time
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as to:
+            for record in records:
+                line = json.dumps(record, ensure_ascii=False) + "\n"
+                to.write(line.encode("utf-8", "replace"))       # half a pair is replaced
+    write_file(path, write)
 
 def write_json(path, value):
     """A dictionary, and the checksum of what it says."""
@@ -992,12 +927,12 @@ def write_json(path, value):
 
 def read_json(path) -> dict:
     """The dictionary that write_json wrote. Raises ValueError where a bit of it has changed."""
-    with open(path, "rb") as file:
-        try:
-            value = json.load(file)
-            crc32 = value.pop("checksum")
-        except (RecursionError, AttributeError, TypeError, KeyError) as error:
-            raise ValueError(f"not as it was written: {error}") from error
+    content = Path(path).read_bytes()
+    try:
+        value = json.loads(content)
+        crc32 = value.pop("checksum")
+    except (RecursionError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"not as it was written: {error}") from error
     if crc32 != zlib.crc32(json.dumps(value).encode()):
         raise ValueError("its checksum differs")
     return value
@@ -1052,9 +987,11 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     # where all words fit. Then keep the words, and the characters to spell new ones.
     chars = sorted(set("".join(words)))
     inner = ["##" + c for c in chars if c.isalnum()]
-    whole = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
-    trained = tokenizer.get_vocab()
-    return _wordpiece(whole if len(whole) <= vocab_size else sorted(trained, key=trained.get))
+    vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
+    if len(vocab) > vocab_size:
+        number = tokenizer.get_vocab()
+        vocab = sorted(number, key=number.get)
+    return _wordpiece(vocab)
 
 def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
@@ -1066,11 +1003,9 @@ def load_tokenizer(path) -> Tokenizer:
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
         unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
-        for marker in (E_START, E_END):
-            if marker not in vocab:
-                if not unused:
-                    raise UserError(f"{path}: has no [unusedN] entry left for {marker}; add one")
-                vocab[unused.pop(0)] = marker
+        markers = [marker for marker in (E_START, E_END) if marker not in vocab]
+        for i, marker in zip(unused, markers):
+            vocab[i] = marker
         tokenizer = _wordpiece(vocab)
     special_ids(tokenizer, path)
     return tokenizer
@@ -1080,7 +1015,8 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
     ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
     if None in ids.values():
         missing = ", ".join(t for t, i in ids.items() if i is None)
-        raise UserError(f"{path}: lacks {missing}; give a BERT vocab.txt or our tokenizer.json")
+        raise UserError(f"{path}: lacks {missing}; give our tokenizer.json, or a BERT vocab.txt "
+                        "with two [unusedN] entries for the markers")
     return ids
 
 # ---------------------------------------------------------------- a tokenised corpus
@@ -1107,10 +1043,9 @@ class Corpus:
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
         self.folder, self.meta = folder, open_folder(folder, "tokenised corpus")
-        with open(os.path.join(folder, "names.json"), encoding="utf-8") as file:
-            self.titles, self.entity_names = json.load(file)
+        self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
         for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
-            array = np.memmap(os.path.join(folder, name + ".bin"), dtype, "r")
+            array = np.memmap(Path(folder, name + ".bin"), dtype, "r")
             setattr(self, name, np.asarray(array))
         self.mention_char = self.mention_char.reshape(-1, 2)
         self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
@@ -1132,8 +1067,7 @@ class Corpus:
         os.makedirs(part)
         try:
             about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
-            with open(os.path.join(part, "tokenizer.json"), "w", encoding="utf-8") as file:
-                file.write(tokenizer.to_str(pretty=True))
+            Path(part, "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
             commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
             remove(part)
@@ -1168,14 +1102,10 @@ class Corpus:
         return self.text[self.text_start[p]:self.text_start[p + 1]].tobytes().decode("utf-8")
 
     def show_mention(self, m, width=80) -> str:
-        """One line to read: "Title: … before [mention] after …"."""
+        """One line to read: "Title: before [mention] after"."""
         p = int(self.passage_of(m))
         text, (start, end) = self.passage_text(p), self.mention_char[m]
-        left, right = text[:start], text[end:]
-        if len(left) > width:
-            left = "…" + left[-width:]
-        if len(right) > width:
-            right = right[:width] + "…"
+        left, right = text[max(0, start - width):start], text[end:end + width]
         title = self.titles[self.article[p]]
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
@@ -1188,7 +1118,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         titles, entities = dict(old.article_index), dict(old.entity_index)
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
         for name in Corpus.ARRAYS:
-            shutil.copy(os.path.join(old.folder, name + ".bin"), folder)
+            shutil.copy(Path(old.folder, name + ".bin"), folder)
     before = counts.copy()
 
     def append(**arrays):
@@ -1201,8 +1131,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 
     with ExitStack() as stack:
         for name in Corpus.ARRAYS:
-            file = open(os.path.join(folder, name + ".bin"), "ab")
-            files[name] = stack.enter_context(file)
+            files[name] = stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
         if old is None:
             end_passage()
         for text, encoding in encodings_of(path, tokenizer):
@@ -1232,8 +1161,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
         raise UserError(f"{path}: holds {what}; a mention memory is made of linked mentions")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
-    with open(os.path.join(folder, "names.json"), "w", encoding="utf-8") as file:
-        json.dump([list(titles), list(entities)], file)
+    Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
     return {"counts": counts, "dropped": dropped, "special": special,
             "vocab_size": tokenizer.get_vocab_size()}
 
@@ -1297,12 +1225,12 @@ def read_dump(path, say_language=False):
             file.seek(0)
             parsed = ElementTree.iterparse(file, ["start", "end"])
             _, root = next(parsed)
-            for event, element in parsed:
-                if event == "end" and element.tag.rpartition("}")[2] == "page":
-                    title = canonical(element.findtext("{*}title", ""))
-                    text = element.findtext("{*}revision/{*}text", "")
-                    redirect, kind, target = element.find("{*}redirect"), "article", ""
-                    if element.findtext("{*}ns", "0") != "0":
+            for event, page in parsed:
+                if event == "end" and page.tag.rpartition("}")[2] == "page":
+                    title = canonical(page.findtext("{*}title", ""))
+                    text = page.findtext("{*}revision/{*}text", "")
+                    redirect, kind, target = page.find("{*}redirect"), "article", ""
+                    if page.findtext("{*}ns", "0") != "0":
                         kind = "other namespace"
                     elif redirect is not None:
                         kind, target = "redirect", canonical(redirect.get("title", ""))
@@ -1359,8 +1287,10 @@ def read_article(wikitext) -> tuple:
 
 def wiki(path, out, extend=True, workers=1) -> Counter:
     """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
-    if importlib.util.find_spec("mwparserfromhell") is None:
-        raise UserError("data.py wiki needs a package: pip install mwparserfromhell")
+    try:
+        import mwparserfromhell  # noqa: F401
+    except ImportError as error:
+        raise UserError("data.py wiki needs a package: pip install mwparserfromhell") from error
     counts, redirects = Counter(), {}
     for title, kind, target, text in read_dump(path, say_language=True):    # redirects may be last
         counts.update({"pages": 1, "pages: " + kind: 1, "links": text.count("[[")})
@@ -1399,21 +1329,18 @@ def resolve(links, redirects, counts) -> list:
     return kept
 
 def write_corpus(out, articles, counts, extend, redirects={}) -> Counter:
-    """Writes (title, [(text, links)]) of articles as lines, gzipped where `out` ends in .gz.
-    Prints the counts: every "[[" is kept, or dropped for a reason."""
-    def write(file):
-        is_gzip = str(out).endswith(".gz")                  # mtime: the same bytes each time
-        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as f:
-            for title, paragraphs in articles:
-                linked = [(text, resolve(links, redirects, counts))
-                          for text, links in paragraphs if re.search(r"\w", text)]
-                for text, mentions in extend_mentions(title, linked) if extend else linked:
-                    counts.update({"texts": 1, "mentions": len(mentions)})
-                    links = [mention._asdict() for mention in mentions]
-                    line = {"title": title, "text": text, "mentions": links}
-                    f.write((json.dumps(line, ensure_ascii=False) + "\n").encode("utf8", "replace"))
+    """Writes (title, [(text, links)]) of articles as lines. Prints the counts: every "[[" is kept,
+    or dropped for a reason."""
+    def lines():
+        for title, paragraphs in articles:
+            linked = [(text, resolve(links, redirects, counts))
+                      for text, links in paragraphs if re.search(r"\w", text)]
+            for text, mentions in extend_mentions(title, linked) if extend else linked:
+                counts.update({"texts": 1, "mentions": len(mentions)})
+                links = [mention._asdict() for mention in mentions]
+                yield {"title": title, "text": text, "mentions": links}
 
-    write_file(out, write)
+    write_lines(out, lines())
     told = sum(n for what, n in counts.items() if what.startswith("links: "))
     counts["links: outside the prose"] = counts["links"] - told
     for what, n in sorted(counts.items()):
@@ -1437,43 +1364,40 @@ def names_for(shown, entity) -> list:
         names.append(shown)
     return [name for name in names if len(name) > 2 and name[0].isalnum()]
 
-def find_names(text, start, stop, known) -> Iterator[Mention]:
-    """Names in text[start:stop], the longest first, but no parts: "dog-like", "North Karovia"."""
-    for word in re.compile(r"\b\w+").finditer(text, start, stop):
-        first, names = word.start(), known.get(word[0], {})
-        before = text[max(0, first - 40):first]
-        for name in sorted(names, key=len, reverse=True):
-            end = first + len(name)
-            part = before.endswith("-") or re.match(r"-?\w", text[end:end + 2])
-            if name[0].isupper():
-                part = part or re.search(r"(?<!\S)[A-Z][^\s.!?:;]* $", before) or \
-                    re.match(" [A-Z]", text[end:end + 2])
-            if text.startswith(name, first) and not part and start <= first and end <= stop:
-                yield Mention(first, end, names[name])
-                start = end
-
 def extend_mentions(title, paragraphs) -> list:
     """Links what repeats the page's title or an earlier link: Wikipedia links only the first.
     paragraphs: [(text, mentions)], as is the result."""
-    known = {}                          # the first word -> {name: entity}
+    index, entity_of = {}, {}           # the names' words; each name as it is written -> its entity
 
     def learn(shown, entity):
         for name in names_for(shown, entity):
-            names = known.setdefault(re.match(r"\w+", name)[0], {})
-            if names.get(name) != title and len(names) < 100:   # or thousands of "List of …"
-                names[name] = entity
+            if entity_of.get(name) != title:
+                entity_of[name] = entity
+                add_name(index, name)
+
+    def find(text, start, stop):
+        """Names, but no parts of others: "dog-like", "North Karovia"."""
+        for found in find_mentions(text[start:stop], index):
+            first, end = start + found.start, start + found.end
+            name, before, after = text[first:end], text[max(0, first - 40):first], text[end:end + 2]
+            part = before.endswith("-") or re.match(r"-?\w", after)
+            if name[0].isupper() and not part:
+                in_name = re.search(r"(?<!\S)[A-Z][^\s.!?:;]* $", before)
+                part = in_name or re.match(" [A-Z]", after)
+            if name in entity_of and not part:
+                yield Mention(first, end, entity_of[name])
 
     learn(title, title)
     if title[1:].islower():                                 # "Anarchism": a name or a common noun
         learn(title.lower(), title)
     result = []
     for text, mentions in paragraphs:
-        found, start = [], 0
+        linked, start = [], 0
         for link in mentions:
-            found += [*find_names(text, start, link.start, known), link]
+            linked += [*find(text, start, link.start), link]
             start = link.end
             learn(text[link.start:start], link.entity)
-        result.append((text, [*found, *find_names(text, start, len(text), known)]))
+        result.append((text, [*linked, *find(text, start, len(text))]))
     return result
 
 def kilt(path, out, extend=True) -> Counter:
@@ -1590,14 +1514,14 @@ def check(path, vocab=None, preset="toy"):
     texts, vocab_size = (text.text for text in read_corpus(path)), settings.pop("vocab")
     tokenizer = load_tokenizer(vocab) if vocab else train_tokenizer(texts, vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Corpus.build(path, os.path.join(folder, "corpus"), tokenizer, **settings)
-    counts, each = corpus.meta["counts"], np.diff(corpus.mention_first)
-    counts["mentions_to_evaluate_on"] = len(eval_mentions(corpus))
-    for name, n in [*counts.items(), *corpus.meta["dropped"].items()]:
-        what = f"mentions dropped, {name}" if name in corpus.meta["dropped"] else name
-        print(f"{what.replace('_', ' '):<42}{n:>12,}")
+        corpus = Corpus.build(path, Path(folder, "corpus"), tokenizer, **settings)
+    dropped = {f"mentions dropped, {why}": n for why, n in corpus.meta["dropped"].items()}
+    n_asked = len(eval_mentions(corpus))
+    for name, n in (corpus.meta["counts"] | {"mentions_to_evaluate_on": n_asked} | dropped).items():
+        print(f"{name.replace('_', ' '):<42}{n:>12,}")
+    each = np.diff(corpus.mention_first)
     print(f"mentions a passage: {each.min()} to {each.max()}, {each.mean():.2f} on average")
-    if not counts["mentions_to_evaluate_on"]:
+    if not n_asked:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
               'names too; mark more texts with "split": "held_out".')
     print("Some mentions in brackets, and what they are linked to:")
@@ -1605,6 +1529,10 @@ def check(path, vocab=None, preset="toy"):
     for m in np.sort(some):
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
+
+def toy(out, seed):
+    """Writes a toy world."""
+    write_toy(out, *toy_world(seed))
 
 def at_least(least):
     """An argparse type: a whole number of at least that."""
@@ -1618,39 +1546,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
     commands = parser.add_subparsers(required=True)
 
-    def command(name, run, help, *arguments):
-        """A command; an argument is a name, or a flag and what add_argument takes for it."""
-        added = commands.add_parser(name, help=help)
-        for flag, options in arguments:
-            added.add_argument(flag, **options)
+    def command(run, help, out="FILE"):
+        """The command `run`; the arguments that are added to it have run's names."""
+        added = commands.add_parser(run.__name__, help=help)
         added.set_defaults(run=run)
-        return added
+        if run is not check:
+            added.add_argument("--out", required=True, metavar=out)
+        return added.add_argument
 
-    out = ("--out", {"required": True, "metavar": "FILE"})
-    extend = ("--no-extend", {"action": "store_true", "help": "only links as they are written"})
-    command("toy", lambda args: write_toy(args.out, *toy_world(args.seed)),
-            "write corpus.jsonl and examples of a made-up world",
-            ("--out", {"required": True, "metavar": "FOLDER"}),
-            ("--seed", {"type": at_least(0), "default": 0}))
-    command("check", lambda args: check(args.file, args.vocab, args.preset),
-            "count what a corpus holds, or list its errors", ("file", {}),
-            ("--preset", {"choices": TEXT_PRESETS, "default": "toy", "help": "as train.py's"}),
-            ("--vocab", {"help": "a vocab.txt or a tokenizer.json (default: trained)"}))
-    command("wiki", lambda args: wiki(args.file, args.out, not args.no_extend, args.workers),
-            "turn a Wikipedia dump (pages-articles) into a corpus", ("file", {}), out, extend,
-            ("--workers", {"type": at_least(1), "default": 1}))
-    command("kilt", lambda args: kilt(args.file, args.out, not args.no_extend),
-            "turn KILT's knowledge source into a corpus", ("file", {}), out, extend)
-    command("task", lambda args: task(args.name, args.files, args.out, args.corpus, args.entities),
-            "turn the published files of a task into examples",
-            ("name", {"choices": [*CLAIM_TASKS, *QUESTION_TASKS]}), ("files", {"nargs": "+"}), out,
-            ("--corpus", {"help": "questions: map answers to the entities of this corpus"}),
-            ("--entities", {"help": "questions: … or to the names in this file, one a line"}))
-    args = parser.parse_args()
+    add = command(toy, "write corpus.jsonl and examples of a made-up world", "FOLDER")
+    add("--seed", type=at_least(0), default=0)
+    add = command(check, "count what a corpus holds, or list its errors")
+    add("path", metavar="FILE")
+    add("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
+    add("--vocab", help="a vocab.txt or a tokenizer.json (default: trained)")
+    for run, source in ((wiki, "a Wikipedia dump (pages-articles)"), (kilt, "KILT's source")):
+        add = command(run, f"turn {source} into a corpus")
+        add("path", metavar="FILE")
+        add("--no-extend", dest="extend", action="store_false", help="only links as written")
+        if run is wiki:
+            add("--workers", type=at_least(1), default=1)
+    add = command(task, "turn the published files of a task into examples")
+    add("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
+    add("paths", nargs="+", metavar="FILE")
+    add("--corpus", help="questions: map answers to the entities of this corpus")
+    add("--entities", help="questions: … or to the names in this file, one a line")
+    options = vars(parser.parse_args())
     for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
         stream.reconfigure(errors="backslashreplace")
     try:
-        args.run(args)
+        options.pop("run")(**options)
         return 0
     except (UserError, OSError) as error:
         return complain("data.py", error)
