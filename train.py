@@ -106,7 +106,7 @@ PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
-        memory_from=0.6, coref_weight=0.5, mention_rate=0.3, bert_rate=0.05, log_every=100,
+        memory_from=0.6, coref_weight=0.5, mention_rate=0.3, bert_rate=0.05, log_every=200,
         save_every=100, eval_mentions=300, schedule={
             "batch-tome": Schedule(1000, 1e-3, 50, 64), "tome": Schedule(200, 5e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
@@ -186,15 +186,20 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         """Between the part of training without the memory and the part with it, retrieval is fitted
         in closed form: the new layers would find nothing. What it brings is said."""
         if first > 0 and step in (0, first):
-            say(f"batch-tome {step}, memory still off:  {in_words(evaluate())}")
+            say_attention(f"{step}, memory still off")
         if first > 0 and step == first:
             sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
             batches = (data.make_batch(corpus, part, rng, 0.5, 0.1, None).to(run.device)
                        for part in np.array_split(sample, -(-len(sample) // 32)))
             fit_retrieval(model.eval(), batches)
-            say(f"batch-tome {step}, after the fit:  {in_words(evaluate())}")
+            say_attention(f"{step}, after the fit")
         model.train()
+
+    def say_attention(when):
+        """So the fit is seen at work."""
+        measured, _ = masked_mentions(run, model.tome, small_memory(), mentions)
+        say(f"batch-tome {when}:  {in_words(measured)}")
 
     def next_batch(step):
         return masked_batch(run, items(step, recipe["batch"]), 1, step)
