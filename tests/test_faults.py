@@ -449,7 +449,7 @@ def test_a_crafted_bert_runs_no_code(tmp_path, reference, small):
     (bert / "vocab.txt").write_text("\n".join(words) + "\n")
     (bert / "config.json").write_text(json.dumps(dict(
         vocab_size=len(words), hidden_size=96, num_hidden_layers=3, num_attention_heads=6, intermediate_size=96,
-        max_position_embeddings=96)))
+        max_position_embeddings=96, hidden_act="gelu")))
     torch.save({"embeddings": Evil(tmp_path / "owned")}, bert / "pytorch_model.bin")
     arguments = command("batch-tome", reference.folder, tmp_path / "run", "--init", str(bert))
     one_sentence(*quietly(train.main, arguments), "pytorch_model.bin")
