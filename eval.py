@@ -15,7 +15,8 @@ An accuracy alone says little about a memory. Beside "memory", that with it, sta
     majority         the most frequent label or answer, always given
 
 An entity is "seen" if a training passage links it; an "unseen" one came with the memory; one that
-is "withheld" (--set withheld=0.25) stands in training passages, but no loss of pre-training named it.
+is "withheld" (--set withheld=0.25) stands in training passages, but no loss of pre-training named
+it.
 "gain" is "memory" minus "emptied", the mean over mentions, with its 95% interval.
 This program only reads: it neither trains nor builds.
 """
