@@ -243,9 +243,9 @@ def answer_loss(tome, memory, query, batch):
 
 # --------------------------------------------------------------------------------------------------
 # Initial weights. A mention learns from the memory only once it retrieves something of use, and to
-# learn what is of use it has to retrieve (app. B.5). So BATCH-TOME first learns, with the memory
-# off, what its markers stand around; then fit_retrieval makes a mention find keys of its entity; then
-# the memory is attended. The same with a published BERT below and without one.
+# learn what is of use it has to retrieve (app. B.6). So BATCH-TOME first learns, with the memory
+# off, what its markers stand around; then fit_retrieval makes the query of a mention find the keys
+# of its entity; then the memory is attended. The same with a published BERT below and without one.
 
 @torch.no_grad()
 def start_positions(model):
