@@ -557,7 +557,7 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
     for a, b in zip(one, two, strict=True):
         assert a["stage"] == b["stage"]
         for name in {"mlm", "coref", "entity"} & a.keys():
-            assert a[name] == pytest.approx(b[name], abs=2e-4)
+            assert a[name] == pytest.approx(b[name], abs=2e-4, rel=1e-4)     # eq. 10 before it is learnt: 34
     first, second = weights(trained / "batch-tome.pt"), weights(out / "batch-tome.pt")
     for name in first:
         torch.testing.assert_close(first[name], second[name], atol=2e-4, rtol=1e-3)
