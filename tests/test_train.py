@@ -560,7 +560,8 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
             assert a[name] == pytest.approx(b[name], abs=2e-4, rel=1e-4)     # eq. 10 before it is learnt: 34
     first, second = weights(trained / "batch-tome.pt"), weights(out / "batch-tome.pt")
     for name in first:
-        torch.testing.assert_close(first[name], second[name], atol=2e-4, rtol=1e-3)
+        # Adam makes steps of one size even of gradients that are nothing but rounding.
+        torch.testing.assert_close(first[name], second[name], atol=5e-4, rtol=1e-3)
 
 @pytest.mark.parametrize("memory", ["entities", "none"])
 @pytest.mark.slow
