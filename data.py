@@ -266,6 +266,8 @@ def eval_batch(corpus, mentions) -> Batch:
 
 def without_targets(batch, hidden) -> Batch:
     """The batch with the mentions where hidden (M,) is true as they are in the text: not masked."""
+    if not hidden.any():
+        return batch
     kept = (batch.target_mention < 0) | ~hidden[batch.target_mention]                   # (L,)
     tokens = batch.tokens.clone()
     tokens.view(-1)[batch.target_index[~kept]] = batch.target[~kept]
