@@ -544,24 +544,30 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(trained, small_world, tmp_path):
-    """Same batches, same losses, same gradients: after four steps of each stage the weights agree."""
-    worker = tmp_path / "worker.py"
+@pytest.mark.parametrize("memory_from", [0.0, TINY["memory_from"]])
+def test_two_processes_train_as_one_does(trained, small_world, tmp_path, memory_from):
+    """Same batches, same losses, same gradients: after four steps of each stage the weights agree. A fit after the first
+    of these steps multiplies rounding: weights that differ by one part in 1e8 then move eq. 10's first losses, of 34, by
+    .01 and weights by 2.5e-4 in one process too. So there these two have wider bounds."""
+    worker, options = tmp_path / "worker.py", ["--set", f"memory_from={memory_from}"]
     worker.write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    out = tmp_path / "two"
+    one, two = trained, tmp_path / "two"
+    if memory_from != TINY["memory_from"]:
+        one = tmp_path / "one"
+        assert run("--stage", "tome", "--corpus", small_world, "--out", one, *options) == 0
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                           str(worker), "--stage", "tome", "--corpus", str(small_world), "--out", str(out)],
+                           str(worker), "--stage", "tome", "--corpus", str(small_world), "--out", str(two), *options],
                           capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = ([json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()] for path in (trained, out))
-    for a, b in zip(one, two, strict=True):
+    logs = [[json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()] for path in (one, two)]
+    for a, b in zip(*logs, strict=True):
         assert a["stage"] == b["stage"]
         for name in {"mlm", "coref", "entity"} & a.keys():
-            assert a[name] == pytest.approx(b[name], abs=2e-4, rel=1e-4)     # eq. 10 before it is learnt: 34
-    first, second = weights(trained / "batch-tome.pt"), weights(out / "batch-tome.pt")
+            rel = 1e-4 if name == "entity" and memory_from else 0
+            assert a[name] == pytest.approx(b[name], abs=2e-4, rel=rel)
+    first, second = weights(one / "batch-tome.pt"), weights(two / "batch-tome.pt")
     for name in first:
-        # Adam makes steps of one size even of gradients that are nothing but rounding.
-        torch.testing.assert_close(first[name], second[name], atol=5e-4, rtol=1e-3)
+        torch.testing.assert_close(first[name], second[name], atol=5e-4 if memory_from else 2e-4, rtol=1e-3)
 
 @pytest.mark.parametrize("memory", ["entities", "none"])
 @pytest.mark.slow
@@ -690,7 +696,7 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
         assert run("--stage", "memory", "--append", more, *out) == 0
         after = question_accuracy(out[1], new)
         loaded, tome, table = train.open_run(out[1])
-        figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)["masked_mention"]
+        figures = evaluation.masked_mention_figures(loaded, tome, table, n=200)[0]["masked_mention"]
     finally:
         torch.set_num_threads(threads)
     print(figures, before, after)
