@@ -52,7 +52,7 @@ TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
 
-FORMAT = 5              # of the folders of a run (commit_folder)
+FORMAT = 6              # of the folders of a run (commit_folder)
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -89,28 +89,28 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
     ends = [end for _, end in encoding.offsets]
     spans = []                      # first token, the token after the last, which mention
-    for i, (start, end, *_) in enumerate(mentions):
-        first, stop = bisect_right(ends, start), bisect_left(starts, end)
+    for i, (char_start, char_end, *_) in enumerate(mentions):
+        first, stop = bisect_right(ends, char_start), bisect_left(starts, char_end)
         if first >= stop:
             dropped["without a token"] += 1
         elif stop - first > passage_length or stop - first + 4 > max_length:
             dropped["longer than a passage"] += 1
         else:
             spans.append((first, stop, i))
-    mention_at, t = {}, 0           # first token -> the token after the last, which mention
+    mention_at, taken = {}, 0       # first token -> the token after the last, which mention
     for first, stop, i in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if first < t:
+        if first < taken:
             dropped["overlaps another mention"] += 1
         else:
             mention_at[first] = stop, i
-            t = stop
+            taken = stop
 
     rows, edges = [], []            # of each passage its lists; the characters at which it begins
     lo, tokens, t = 0, [], 0        # of the last one: first token, what it holds; the next token
     while t < len(starts):          # one token, or a whole mention
         stop, i = mention_at.get(t, (t + 1, None))
-        room = stop - t + (1 if i is None else 3)               # markers and [SEP]
-        if not rows or stop - lo > passage_length or len(tokens) + room > max_length:
+        needed = stop - t + (1 if i is None else 3)             # with markers and [SEP]
+        if not rows or stop - lo > passage_length or len(tokens) + needed > max_length:
             lo, tokens, start, end, index = t, [special[CLS]], [], [], []
             rows.append((tokens, start, end, index))
             edges.append(starts[lo] if lo else 0)
@@ -146,7 +146,7 @@ class Batch:
     end: torch.Tensor               # (M,)
     entity: torch.Tensor            # (M,) 0 = not linked
     passage: torch.Tensor           # (M,) corpus passage, -1 = none (a question)
-    masked: torch.Tensor            # (M,) bool: all of its tokens are to be predicted
+    masked: torch.Tensor            # (M,) bool: to be predicted; in example_batch: to be answered
     target_index: torch.Tensor      # (L,) masked tokens as indices into tokens.view(-1)
     target: torch.Tensor            # (L,) their original ids
     target_mention: torch.Tensor    # (L,) the mention (index into row) of each, -1 = none
@@ -215,39 +215,41 @@ def _owner(batch):
     owner[position] = which
     return owner
 
-def _mask(batch, chosen, read) -> Batch:
-    """The batch with its targets.
-
-    chosen (B * T,): which tokens are to be predicted, all of a mention or none. read (B * T,):
-    what the model reads."""
+def _mask(batch, owner, chosen, read) -> Batch:
+    """The batch with its targets. owner (B * T,): _owner's. chosen (B * T,): which tokens are to
+    be predicted, all of a mention or none. read (B * T,): what the model reads."""
     targets = np.flatnonzero(chosen)
-    owner = _owner(batch)[targets]
+    owner = owner[targets]
     tensors = {"tokens": read.reshape(batch.tokens.shape), "target_index": targets,
                "target": batch.unmasked.numpy().ravel()[targets], "target_mention": owner,
                "masked": np.isin(np.arange(len(batch.row)), owner)}
     return replace(batch, **{name: torch.from_numpy(array) for name, array in tensors.items()})
 
 def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
-               max_mentions=24) -> Batch:
+               max_mentions=24, is_withheld=None) -> Batch:
     """Passages as a masked batch (app. A): 20% of whole mentions, 10% of the tokens in none.
 
     rng: a numpy Generator; None does where both rates are 0 and no mention is left out.
     max_mentions: how many there may be a passage on average; with more, the batch keeps a
-    uniform sample (None: all)."""
+    uniform sample (None: all). is_withheld (E,): entities whose mentions are never masked."""
     batch = _unmasked(corpus, passages)
     tokens = batch.unmasked.numpy().ravel()                                 # (B * T,)
-    outside = _owner(batch) < 0             # also of the mentions that are left out now
+    owner = _owner(batch)
+    outside = owner < 0                     # of every mention, also of those left out below
     if max_mentions is not None and len(batch.row) > max_mentions * len(batch.tokens):
         n = max_mentions * len(batch.tokens)
         kept = np.sort(rng.choice(len(batch.row), n, replace=False))
         batch = replace(batch, **batch.of_mentions(kept))
+        owner = _owner(batch)
 
     M, chosen = len(batch.row), np.zeros(len(tokens), bool)
     if token_rate:
         chosen = corpus.maskable[tokens] & outside & (rng.random(len(tokens)) < token_rate)
     if mention_rate and M:
         masked = rng.permutation(M)[:max(1, round(mention_rate * M))]
-        chosen |= np.isin(_owner(batch), masked)
+        if is_withheld is not None:
+            masked = masked[~is_withheld[batch.entity[masked]]]
+        chosen |= np.isin(owner, masked)
 
     read, index = tokens.copy(), np.flatnonzero(chosen)
     if len(index):
@@ -255,25 +257,16 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
         words = rng.choice(corpus.words, len(index))
         read[index[fate < .9]] = words[fate < .9]
         read[index[fate < .8]] = corpus.special[MASK]
-    return _mask(batch, chosen, read)
+    return _mask(batch, owner, chosen, read)
 
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = _unmasked(corpus, corpus.passage_of(mentions))
     asked = np.flatnonzero(batch.mention.numpy() == np.asarray(mentions)[batch.row])    # one a row
-    chosen = np.isin(_owner(batch), asked)
-    return _mask(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked.ravel()))
-
-def without_targets(batch, hidden) -> Batch:
-    """The batch with the mentions where hidden (M,) is true as they are in the text: not masked."""
-    if not hidden.any():
-        return batch
-    kept = (batch.target_mention < 0) | ~hidden[batch.target_mention]                   # (L,)
-    tokens = batch.tokens.clone()
-    tokens.view(-1)[batch.target_index[~kept]] = batch.target[~kept]
-    targets = {name: getattr(batch, name)[kept]
-               for name in ("target_index", "target", "target_mention")}
-    return replace(batch, tokens=tokens, masked=batch.masked & ~hidden, **targets)
+    owner = _owner(batch)
+    chosen = np.isin(owner, asked)
+    read = np.where(chosen, corpus.special[MASK], batch.unmasked.ravel())
+    return _mask(batch, owner, chosen, read)
 
 def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.

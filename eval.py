@@ -39,20 +39,24 @@ from tome import answer_question, claim_logits, predict_entity
 
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json: at most n held-out mentions of
-    each kind of entity, each masked alone in its passage. Figures of no mention are None."""
+    each kind of entity, each masked alone in its passage. Figures of no mention are None. And the
+    pairs of train.evaluate_memory."""
     masked, mass = {}, {}
     mentions = train.sample_eval_mentions(run, n)
-    measured = train.evaluate_memory(run, tome, memory, mentions)
-    kinds = run.entity_kind[run.corpus.mention_entity[mentions]]
+    measured, pairs = train.evaluate_memory(run, tome, memory, mentions)
+    if pairs:
+        ranks = bm25_ranks(run, memory.passage.unique().tolist(), mentions)
+        kinds = run.entity_kind[run.corpus.mention_entity[mentions]]
     for kind, values in measured.items():
-        if isinstance(memory, MentionMemory):
-            of_kind = mentions[kinds == train.KINDS.index(kind)]
-            values |= bm25_vote(run, memory.passage.unique().tolist(), of_kind)
-        n = values.pop("n")
-        values = {name: value if n > 0 else None for name, value in values.items()}
-        mass[kind] = {x: values.pop(f"mass_{x}") for x in ("visible", "masked")} | {"n": n}
-        masked[kind] = {"memory": values.pop("accuracy")} | values | {"n": n}
-    return {"masked_mention": masked, "same_entity_mass": mass}
+        count = values.pop("n")
+        if pairs:
+            of_kind = ranks[kinds == train.KINDS.index(kind)]
+            values["bm25_entity"] = np.count_nonzero(of_kind <= 1) / max(count, 1)
+            values["bm25_entity@20"] = np.count_nonzero(of_kind <= 20) / max(count, 1)
+        values = {name: value if count > 0 else None for name, value in values.items()}
+        mass[kind] = {x: values.pop(f"mass_{x}") for x in ("visible", "masked")} | {"n": count}
+        masked[kind] = {"memory": values.pop("accuracy")} | values | {"n": count}
+    return {"masked_mention": masked, "same_entity_mass": mass}, pairs
 
 def task_figures(run, tome, memory, task, path=None):
     """The key "claims" or "qa" of --json. path: examples, instead of the toy world's tests.
@@ -148,10 +152,10 @@ def bm25_recall(run, passages, examples, k=20):
         hits.append(any(np.isin(corpus.passage_entities(p), answers).any() for p in best))
     return float(np.mean(hits))
 
-def bm25_vote(run, passages, mentions, k=20):
+def bm25_ranks(run, passages, mentions, k=20):
     """The entity of masked mentions by BM25: each of the k best passages for the rest of the
     mention's passage votes with its score for its entities, but for those that stand there too.
-    {"bm25_entity": share of mentions named rightly, "bm25_entity@20": ... among the best 20}."""
+    (n,) how many entities have at least the votes of the right one; infinite if it has none."""
     corpus, bm25, ranks = run.corpus, BM25(run.corpus, passages), []
     for m in mentions:
         p, entity = int(corpus.passage_of(m)), corpus.mention_entity[m]
@@ -163,10 +167,8 @@ def bm25_vote(run, passages, mentions, k=20):
             votes[np.unique(corpus.passage_entities(passage))] += score
         others = corpus.passage_entities(p)
         votes[others[others != entity]] = votes[0] = 0
-        ranks.append(np.count_nonzero(votes >= votes[entity]) if votes[entity] > 0 else k + 1)
-    shares = {"bm25_entity": 1, "bm25_entity@20": k}
-    return {name: float(np.mean(np.array(ranks) <= limit)) if ranks else 0.0
-            for name, limit in shares.items()}
+        ranks.append(np.count_nonzero(votes >= votes[entity]) if votes[entity] > 0 else np.inf)
+    return np.array(ranks)
 
 # ------------------------------------------------------ what a mention retrieves (tables 3, 4, 12)
 
@@ -209,15 +211,14 @@ def show_masked(run, tome, memory, n=5):
         words = {batch.mention.tolist().index(mention): data.MASK}
         yield from look(run, tome, memory, run.corpus.show_mention(mention), batch, words)
 
-def show_where_it_helps(run, tome, memory, n=10):
+def show_where_it_helps(run, pairs, n=10):
     """The first n held-out mentions that only the model with its memory fills in rightly, and the
-    first n that only the model without does."""
-    mentions = train.sample_eval_mentions(run, 300)
-    _, shares = train.masked_mentions(run, tome, memory, mentions)
-    _, without = train.masked_mentions(run, tome, memory.emptied(), mentions)
+    first n that only the model without does. pairs: train.evaluate_memory's, of which the first
+    300 of each kind are read."""
+    shares = {m: pair for of_kind in pairs.values() for m, pair in list(of_kind.items())[:300]}
     for title, sign in (("Right with the memory alone:", 1), ("Right without it alone:", -1)):
         yield f"\n{title}"
-        found = [m for m in shares if (shares[m] == 1) - (without[m] == 1) == sign]
+        found = [m for m, (share, alone) in shares.items() if (share == 1) - (alone == 1) == sign]
         yield from [f"  {run.corpus.show_mention(m)}" for m in found[:n]]
         yield f"  ({len(found)} of {len(shares)})"
 
@@ -277,7 +278,10 @@ def output(run, tome, memory, args):
         return show_masked(*model, int(args.show))
     if task and not (args.examples or args.json or (run.out / "world").exists()):
         return ["--examples FILE measures it"]
-    figures = task_figures(*model, task, args.examples) if task else masked_mention_figures(*model)
+    if task:
+        figures = task_figures(*model, task, args.examples)
+    else:
+        figures, pairs = masked_mention_figures(*model)
     if args.json:
         return [json.dumps(figures)]
     if task or not isinstance(memory, MentionMemory):
@@ -288,7 +292,7 @@ def output(run, tome, memory, args):
         measured, _ = train.masked_mentions(run, tome, part, mentions)
         shares = [f"{kind} {x['accuracy']:.3f}" for kind, x in measured.items() if x["n"]]
         lines.append(f"  with {share:.0%} of the memory: {', '.join(shares) or 'not measured'}")
-    return [*lines, *show_where_it_helps(*model), *show_masked(*model, 3)]
+    return [*lines, *show_where_it_helps(run, pairs), *show_masked(*model, 3)]
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)

@@ -152,9 +152,8 @@ def epochs_of(run, number, items):
 def masked_batch(run, passages, number, step):
     """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
-    batch = data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                            settings.mentions)
-    return data.without_targets(batch, torch.from_numpy(run.is_withheld)[batch.entity])
+    return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
+                           settings.mentions, run.is_withheld)
 
 def batch_tome_stage(run, recipe, start=None, examples=None):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
@@ -190,7 +189,8 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         if first > 0 and step == first:
             sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
-            batches = (data.make_batch(corpus, part, rng, 0.5, 0.1, None).to(run.device)
+            batches = (data.make_batch(corpus, part, rng, mention_rate=0.5, token_rate=0.1,
+                                       max_mentions=None).to(run.device)
                        for part in np.array_split(sample, -(-len(sample) // 32)))
             fit_retrieval(model.eval(), batches)
             say_attention(f"{step}, after the fit")
@@ -230,7 +230,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         return MentionMemory(**rows, device=run.device)
 
     def evaluate():
-        return evaluate_memory(run, model.tome, small_memory(), mentions)
+        return evaluate_memory(run, model.tome, small_memory(), mentions)[0]
 
     return Stage(model, next_batch, losses, evaluate, before_step=before_step)
 
@@ -291,7 +291,7 @@ def tome_stage(run, recipe, start=None, examples=None):
         return result
 
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 3, step),
-                 losses, lambda: evaluate_memory(run, model, memory, mentions), encoder)
+                 losses, lambda: evaluate_memory(run, model, memory, mentions)[0], encoder)
 
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
@@ -573,8 +573,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     share of masked tokens filled in rightly; "entity": share of mentions whose entity eq. 10 names,
     "recall@20": ... is among its 20 best memories, both without the entities that stand visibly in
     the passage; "mass_masked", "mass_visible": attention of the last memory layer on memories of
-    the mention's own entity; "n": mentions}, and {mention: its share of tokens filled in rightly}.
-    """
+    the mention's own entity; "n": mentions}, and {mention: its share of tokens filled in rightly}
+    for each kind."""
     tome.eval()
     corpus, device, (rank, size) = run.corpus, run.device, ann.rank_and_size()
     kind_of, E = torch.from_numpy(run.entity_kind).to(device), len(corpus.entity_names)
@@ -626,29 +626,30 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
             "mass_masked": mass.sum().item() / n,
             "mass_visible": mass_visible.sum().item() / max(len(mass_visible), 1),
             "n": len(number)}
-        shares |= dict(zip(number.long().tolist(), (n_right / n_tokens.clamp(min=1)).tolist()))
+        share = n_right / n_tokens.clamp(min=1)
+        shares[name] = dict(zip(number.long().tolist(), share.tolist()))
     return figures, shares
 
 def evaluate_memory(run, tome, memory, mentions):
-    """masked_mentions, and the accuracy with the memory emptied and with its values shuffled.
-    "gain": what the memory adds to a mention's share of right words, the mean over mentions, and
-    its 95% interval from paired differences."""
+    """masked_mentions' figures, and the accuracy with the memory emptied and with its values
+    shuffled. "gain": what the memory adds to a mention's share of right words, the mean over
+    mentions, and its 95% interval from paired differences. Also returns for each kind {mention:
+    that share with the memory, and with it emptied}. Without a memory figures have no control."""
     measured, shares = masked_mentions(run, tome, memory, mentions)
     if not isinstance(memory, MentionMemory):
-        return measured
-    kinds = run.entity_kind[run.corpus.mention_entity[list(shares)]]
-    for control, changed in (("emptied", memory.emptied()), ("shuffled", memory.shuffled())):
-        figures, without = masked_mentions(run, tome, changed, mentions)
-        for kind, values in figures.items():
-            measured[kind][control] = values["accuracy"]
-        if control == "emptied":
-            gains = np.array([share - without[m] for m, share in shares.items()])
-            for kind, values in measured.items():
-                gain = gains[kinds == KINDS.index(kind)]
-                if len(gain) > 1:
-                    half = 1.96 * gain.std(ddof=1) / len(gain) ** 0.5
-                    values["gain"] = [gain.mean() + x for x in (0, -half, half)]
-    return measured
+        return measured, {}
+    emptied, without = masked_mentions(run, tome, memory.emptied(), mentions)
+    shuffled, _ = masked_mentions(run, tome, memory.shuffled(), mentions)
+    pairs = {}
+    for kind, values in measured.items():
+        values["emptied"] = emptied[kind]["accuracy"]
+        values["shuffled"] = shuffled[kind]["accuracy"]
+        pairs[kind] = {m: (share, without[kind][m]) for m, share in shares[kind].items()}
+        gains = np.array([share - alone for share, alone in pairs[kind].values()])
+        if len(gains) > 1:
+            half = 1.96 * gains.std(ddof=1) / len(gains) ** 0.5
+            values["gain"] = [gains.mean() + x for x in (0, -half, half)]
+    return measured, pairs
 
 def sample_eval_mentions(run, n):
     """n mentions of each kind of entity (data.eval_mentions), always the same."""

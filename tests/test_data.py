@@ -591,18 +591,18 @@ def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
         assert set(changed) <= targets
 
 
-def test_mentions_without_targets_read_as_they_stand_in_the_text(corpus):
-    batch = data.make_batch(corpus, np.arange(12), np.random.default_rng(2), .5, .1, None)
-    hidden = batch.entity % 2 == 1
-    assert (hidden & batch.masked).any() and (~hidden & batch.masked).any()
-    found = data.without_targets(batch, hidden)
-    kept = [i for i, m in enumerate(batch.target_mention.tolist()) if m < 0 or not hidden[m]]
+def test_mentions_of_withheld_entities_are_never_masked_and_the_others_as_ever(corpus):
+    is_withheld = np.arange(len(corpus.entity_names)) % 2 == 1
+    plain, found = (data.make_batch(corpus, np.arange(12), np.random.default_rng(2), .5, .1, None, withheld)
+                    for withheld in (None, is_withheld))
+    hidden = torch.from_numpy(is_withheld)[plain.entity]
+    assert (hidden & plain.masked).any() and (~hidden & plain.masked).any()
+    assert torch.equal(found.masked, plain.masked & ~hidden) and torch.equal(found.unmasked, plain.unmasked)
+    kept = [i for i, m in enumerate(plain.target_mention.tolist()) if m < 0 or not hidden[m]]
     for name in ("target_index", "target", "target_mention"):
-        assert getattr(found, name).tolist() == [getattr(batch, name).tolist()[i] for i in kept]
-    expected = batch.unmasked.flatten().tolist()
-    for index in found.target_index.tolist():
-        expected[index] = batch.tokens.flatten()[index].item()
-    assert found.tokens.flatten().tolist() == expected and not (found.masked & hidden).any()
+        assert getattr(found, name).tolist() == [getattr(plain, name).tolist()[i] for i in kept]
+    changed = (found.tokens != found.unmasked).flatten().nonzero().flatten().tolist()
+    assert changed and set(changed) <= set(found.target_index.tolist())
 
 
 def test_masking_rates_and_replacements(tmp_path):

@@ -385,7 +385,7 @@ def test_a_read_only_disk_is_one_sentence(reference, small, disk):
 def test_a_loss_that_is_no_number_names_step_and_batch(reference, small, tmp_path, monkeypatch, value):
     real, made, batches = train.mlm_loss, data.make_batch, []
     monkeypatch.setattr(data, "make_batch",
-                        lambda corpus, passages, *a: batches.append(passages) or made(corpus, passages, *a))
+                        lambda corpus, passages, *a, **b: batches.append(passages) or made(corpus, passages, *a, **b))
     monkeypatch.setattr(train, "mlm_loss", lambda *a: real(*a) * (float(value) if len(training()) == 4 else 1))
 
     def training():
