@@ -37,7 +37,7 @@ class Config:
     n_block: int = 8
     n_blocks: int = 1
     # The memory: sizes of keys, values and coreference encodings; memories that a mention attends
-    # to, and that are summed for an answer (eq. 10). Of each k, every process offers k_shard.
+    # to, and that are summed for an answer (eq. 10). Every process offers at least k_shard.
     key_dim: int = 128
     value_dim: int = 512
     coref_dim: int = 512
@@ -48,7 +48,7 @@ class Config:
     # What stands in the memory's place: "mentions" is TOME; the baselines are "entities", a trained
     # EntityTable of n_entities rows, and "none", no memory layers.
     memory: str = "mentions"
-    n_entities: int = 0         # in "none" too, where the table only answers questions
+    n_entities: int = 0         # rows of that table; with "none", only eq. 10 reads it
     precision: str = "bfloat16" # of products in training and encoding, see low_precision
 
     @property

@@ -104,7 +104,7 @@ class MentionMemory:
         """TopMem (§2.2.2): the search is without gradient, then the found keys are scored with it.
         Every process offers its k_shard best (app. C.1.4: 2 of k = 128, from 128 processes). With
         fewer than k / k_shard processes each offers more, so that there are k to choose from: one
-        process searches exactly, and does not use k_shard."""
+        process offers all k."""
         k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
                                   len(self))                                    # (M, K)

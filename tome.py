@@ -154,13 +154,13 @@ def mlm_loss(logits, target):
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: is that linked mention of another passage the same entity?
+    """App. A.2: which linked mentions of other passages name the same entity?
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. For each mention, the mean
     over its positives of the cross-entropy of that positive against all negatives; then the mean
-    over the mentions that have a positive. (The appendix's formula has the mean outside the
-    logarithm; its text and the public code say this.) Mentions of the same passage are neither.
-    Candidates come from all processes."""
+    over the mentions that have a positive. (The appendix's formula sums inside the logarithm; its
+    text and the public code average cross-entropies, as here.) Mentions of the same passage are
+    neither positive nor negative. Candidates come from all processes."""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)

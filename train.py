@@ -97,8 +97,8 @@ class Settings:
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
-# Their models are small and their steps few, so rates are ten times the paper's or more, and every
-# shard offers all k of its best: there is one shard.
+# Their models are small and their steps few, so rates are ten times the paper's or more. A shard
+# offers k of its best, so that any number of processes retrieves the same.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_block=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
@@ -179,14 +179,14 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     # Once there is a checkpoint, the BERT of --init need not be there any more.
     begun = (run.out / "batch-tome.pt").exists()
     model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
-    first = int(recipe["steps"] * settings.memory_from)     # from this step on, the memory is on
+    fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
     def before_step(step):
         """Between the part of training without the memory and the part with it, retrieval is fitted
         in closed form: the new layers would find nothing. What it brings is said."""
-        if first > 0 and step in (0, first):
+        if fit_step > 0 and step in (0, fit_step):
             say_attention(f"{step}, memory still off")
-        if first > 0 and step == first:
+        if fit_step > 0 and step == fit_step:
             sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
             batches = (data.make_batch(corpus, part, rng, mention_rate=0.5, token_rate=0.1,
@@ -210,7 +210,7 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         it is also asked of H0, which the memory layer reads: there the query of a masked mention
         has to know whom to look for."""
         mask, read = batch.attention_mask, []
-        if step < first:
+        if step < fit_step:
             read.append(model.tome.read_initial(batch.tokens, mask))
             H, _ = model.tome.read_blocks(read[0], mask)
         else:
