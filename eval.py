@@ -302,7 +302,7 @@ def main(argv=None):
     parser.add_argument("--memory-fraction", type=float, default=1.0, help="keep a share of it")
     parser.add_argument("--html", metavar="FILE", help="write a page instead of printing")
     parser.add_argument("--device", choices=("cpu", "cuda"))
-    train.add_search_arguments(parser)
+    parser.add_argument("--n-search", type=data.at_least(1))
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--json", action="store_true", help="print the figures as a JSON object")
     kind.add_argument("--show", nargs="?", const="5", metavar="N|TEXT", help="what these retrieve")
@@ -315,8 +315,7 @@ def main(argv=None):
     if not 0 <= args.memory_fraction <= 1:
         parser.error("--memory-fraction wants a number from 0 to 1")
     try:
-        run, tome, memory = train.open_run(args.out, args.task, args.device, args.search,
-                                           args.n_search)
+        run, tome, memory = train.open_run(args.out, args.task, args.device, args.n_search)
         if isinstance(memory, MentionMemory):
             memory = memory.sample(args.memory_fraction)
         elif args.show or args.memory_fraction < 1:

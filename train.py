@@ -17,7 +17,8 @@ and dropout of a step follows from (seed, stage, step) alone: a run that was cut
 again ends with the same bits. A cloze is a true claim with one mention masked.
 
 H (B, T, hidden) is what the last block says, z a mention's encoding of eq. 10 or of app. A.2,
-`memory` a MentionMemory or a baseline's EntityTable.
+`memory` a MentionMemory or a baseline's EntityTable. In order: settings, the stages, the loop,
+initial weights, what is measured, examples, the run folder, the command line.
 """
 import argparse
 import hashlib
@@ -47,7 +48,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, read_json, write_file, write_json
-from encoder import CheckpointError, Config, beside, bert_config, low_precision
+from encoder import CheckpointError, Config, beside, low_precision
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
                   coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
@@ -98,7 +99,7 @@ class Settings:
 
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
 # Their models are small and their steps few, so rates are ten times the paper's or more. A shard
-# offers k of its best, so that any number of processes retrieves the same.
+# offers all k of its best, so that any number of processes retrieves the same.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_block=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
@@ -155,7 +156,7 @@ def masked_batch(run, passages, number, step):
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
                            settings.mentions, run.is_withheld)
 
-def batch_tome_stage(run, recipe, start=None, examples=None):
+def batch_tome_stage(run, recipe):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
     settings, corpus = run.settings, run.corpus
     passages = np.flatnonzero(~corpus.held_out)
@@ -176,10 +177,16 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
     count = np.asarray(corpus.entity_count)
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
-    # Once there is a checkpoint, the BERT of --init need not be there any more.
-    begun = (run.out / "batch-tome.pt").exists()
-    model = BatchTOME(TOME(run.batch_tome_config)) if begun else new_batch_tome(run)
+    model = BatchTOME(TOME(run.batch_tome_config))
+    if not (run.out / "batch-tome.pt").exists():    # else its weights come from there
+        model = new_batch_tome(run)
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
+
+    def small_memory():
+        """Of a few passages: to encode all of them again would take too long."""
+        rank, size = ann.rank_and_size()
+        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
+        return MentionMemory(**rows, device=run.device)
 
     def before_step(step):
         """Between the part of training without the memory and the part with it, retrieval is fitted
@@ -197,71 +204,66 @@ def batch_tome_stage(run, recipe, start=None, examples=None):
         model.train()
 
     def say_attention(when):
-        """So the fit is seen at work."""
         measured, _ = masked_mentions(run, model.tome, small_memory(), mentions)
         say(f"batch-tome {when}:  {in_words(measured)}")
-
-    def next_batch(step):
-        return masked_batch(run, items(step, recipe["batch"]), 1, step)
 
     def losses(batch, step):
         """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
         what its passage says of the entity; without it TOME loses most (app. B.5). Before the fit
         it is also asked of H0, which the memory layer reads: there the query of a masked mention
         has to know whom to look for."""
-        mask, read = batch.attention_mask, []
         if step < fit_step:
-            read.append(model.tome.read_initial(batch.tokens, mask))
-            H, _ = model.tome.read_blocks(read[0], mask)
+            H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
+            H, _ = model.tome.read_blocks(H0, batch.attention_mask)
+            asked = [H0, H]
         else:
             H, _ = model(batch)
+            asked = [H]
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
-        read.append(H)
-        coref = [coreference_loss(model.coref(H_read, batch.row, batch.start, batch.end), entity,
-                                  batch.passage) for H_read in read]
+        coref = [coreference_loss(model.coref(states, batch.row, batch.start, batch.end), entity,
+                                  batch.passage) for states in asked]
         mlm = mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
         return {"mlm": (1 - settings.coref_weight, mlm),
                 "coref": (settings.coref_weight, sum(coref) / len(coref))}
 
-    def small_memory():
-        """Of a few passages: to encode all of them again would take too long."""
-        rank, size = ann.rank_and_size()
-        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
-        return MentionMemory(**rows, device=run.device)
-
-    def evaluate():
-        return evaluate_memory(run, model.tome, small_memory(), mentions)[0]
-
-    return Stage(model, next_batch, losses, evaluate, before_step=before_step)
+    return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 1, step),
+                 losses, lambda: evaluate_memory(run, model.tome, small_memory(), mentions)[0],
+                 before_step=before_step)
 
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
     without training. run.json says which corpus is the run's: to write it is the commit."""
-    encoder = load_model(run, "batch-tome")[0].encoder
-    now = with_appended(run, file) if file else run
-    folder, before = (folder_of(run.out, memory_recipe(r)) for r in (now, run))
+    encoder, before = load_model(run, "batch-tome")[0].encoder, None
+    is_first = ann.rank_and_size()[0] == 0
+    if file and checksum(file) not in run.saved["appended"]:
+        before, n = folder_of(run.out, run.saved, "memory"), len(run.corpus.article)
+        saved = run.saved | {"appended": [*run.saved["appended"], checksum(file)]}
+        if is_first:
+            make_corpus(run.out, saved, file, run)
+        ann.barrier()
+        run = load_run(run.out, saved, run.device.type)
+        say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
+    folder = folder_of(run.out, run.saved, "memory")
     if not folder.exists():
-        build_memory(encoder, now.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
-                     memory_recipe(now), before if before.exists() else None)
-    n = read_manifest(folder)["n"]
-    if ann.rank_and_size()[0] == 0:
-        if now is not run:
-            write_json(run.out / "run.json", now.saved)
-        sweep(run.out, "corpus", now.corpus.folder)
+        build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
+                     recipe_of(run.saved, "memory"), before)
+    if is_first:
+        write_json(run.out / "run.json", run.saved)
+        sweep(run.out, "corpus", run.corpus.folder)
         sweep(run.out, "memory", folder)
     ann.barrier()
-    say(f"memory: {n:,} linked mentions in {folder}.")
+    say(f"memory: {read_manifest(folder)['n']:,} linked mentions in {folder}.")
 
-def tome_stage(run, recipe, start=None, examples=None):
+def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
-    weight, encoder = run.settings.entity_weight, None
+    weight, encoder, config = run.settings.entity_weight, None, run.config
     if run.is_baseline:
         batch_tome = new_batch_tome(run)
     else:
         batch_tome, _ = load_model(run, "batch-tome")
         encoder = batch_tome.encoder.fingerprint
-    model = TOME(run.config).to(run.device)
-    model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
+    model = TOME(config).to(run.device)
+    model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
     start_from(run, model, start)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     if not run.is_baseline:
@@ -275,16 +277,15 @@ def tome_stage(run, recipe, start=None, examples=None):
         text and would give the answer away."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         z = model.answer(H, batch.row, batch.start, batch.end)
-        found = training_memory.retrieve(z, batch.passage, run.config.k_answer,
-                                         run.config.k_answer_shard)
+        found = training_memory.retrieve(z, batch.passage, config.k_answer, config.k_answer_shard)
         mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # Entities as Experts has this loss at its memory layer. So does TOME-2 at its second one:
         # where one retrieval is enough for MLM, the second layer forgets its own.
-        taught = layers if run.config.memory == "entities" else layers[1:]
-        if taught and run.config.memory != "none":
+        taught = layers if config.memory == "entities" else layers[1:]
+        if taught and config.memory != "none":
             linking = sum(entity_prediction_loss(layer.scores, layer.entity, named)
                           for layer in taught)
             result["linking"] = (weight, linking)
@@ -299,20 +300,20 @@ def finetune_stage(run, recipe, start=None, examples=None):
     Each batch of claims adds equally many clozes: true claims with one mention masked, which the
     answer head and the last memory layer have to retrieve. Labels alone do not teach what to
     retrieve: toy claims stayed at chance."""
-    task, settings = recipe["kind"], run.settings
+    task, weight = recipe["kind"], 1.0
     model, encoder = load_model(run)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     start_from(run, model, start)
-    path = Path(examples or toy_examples(run, task, split="train"))
+    path = examples or toy_examples(run, task, split="train")
     examples, dev = read_task_examples(run, task, path)
-    clozes, rng = [], np.random.default_rng([run.seed, 6])
+    clozes = []
     if task == "claims":
         # Labels that no example has are ruled out: where training had to unlearn them, toy claims
         # stayed at chance.
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
         model.claim.bias.data[list(absent)] = -1e4
-    if task == "claims" and settings.cloze_weight:
-        clozes = [question for e in examples for question in cloze(run, e, rng)]
+        rng, weight = np.random.default_rng([run.seed, 6]), run.settings.cloze_weight
+        clozes = [cloze for e in examples for cloze in clozes_of(run, e, rng)] if weight else []
     items = epochs_of(run, 4, len(examples))
     cloze_items = epochs_of(run, 5, len(clozes)) if clozes else None
 
@@ -326,12 +327,12 @@ def finetune_stage(run, recipe, start=None, examples=None):
         """Labels from the claim's own encoding; answers by eq. 10, from the answer head and from
         the query of the last memory layer, which is what retrieves."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        result, weight = {}, settings.cloze_weight if clozes else 1.0
+        result = {}
         if task == "claims":
             known = batch.label >= 0
-            result["claims"] = (1.0, share_of_mean(F.cross_entropy(
-                claim_logits(model, H, batch)[known].float(), batch.label[known],
-                reduction="none")))
+            logits = claim_logits(model, H, batch)[known].float()
+            wrong = F.cross_entropy(logits, batch.label[known], reduction="none")
+            result["claims"] = (1.0, share_of_mean(wrong))
         if task == "qa" or clozes:
             asked = batch.answer_mention[batch.answer > 0]
             z = answer_query(model, H, batch, asked)
@@ -368,13 +369,12 @@ def optimizer_for(run, model):
     return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
 def learning_rate(recipe, step):
-    """Linear warm-up, then linear decay to zero. recipe["lr"]: [first step, peak] of each --lr."""
-    peak = [lr for first, lr in recipe["lr"] if first <= step][-1]
+    """Linear warm-up, then linear decay to zero."""
     steps, warmup = recipe["steps"], recipe["warmup"]
-    return peak * min((step + 1) / max(warmup, 1), (steps - step) / max(steps - warmup, 1))
+    return recipe["lr"] * min((step + 1) / max(warmup, 1), (steps - step) / max(steps - warmup, 1))
 
 def train_step(run, stage, recipe, optimizer, step):
-    """One step. Returns {loss: its mean over the batch of all processes} and the tokens read."""
+    """One step. Returns {loss: its mean over the batch of all processes}."""
     rank, size = ann.rank_and_size()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(recipe, step) * group["rate"]
@@ -396,7 +396,7 @@ def train_step(run, stage, recipe, optimizer, step):
         raise diverged(run, recipe, step, f"the loss is not a number at step {step} ({values}; "
                        f"passages {str(passages)[1:-1]})")
     optimizer.step()
-    return values, int(ann.sum_over_processes(batch.attention_mask.sum(), run.device))
+    return values
 
 def diverged(run, recipe, step, what):
     """The error of a training that blew up, with a command that goes on from before it did."""
@@ -405,31 +405,29 @@ def diverged(run, recipe, step, what):
                      f"one: with --stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on")
 
 def train_stage(run, stage, recipe, checkpoint=None):
-    """Trains stage.model and leaves OUT/<kind>.pt. Each turn of the loop is a step, or the
-    evaluation that is due. A step is saved before it is evaluated: an evaluation that was cut off
-    is done again, and nothing else is. Of no steps, the weights are kept as they are."""
+    """Trains stage.model and leaves OUT/<kind>.pt. A step is saved before it is evaluated: an
+    evaluation that was cut off is done again, and nothing else is. Of no steps, the weights are
+    kept as they are."""
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
-    rank, size = ann.rank_and_size()
-    path, model = run.out / f"{kind}.pt", stage.model.to(run.device).train()
+    rank, path = ann.rank_and_size()[0], run.out / f"{kind}.pt"
+    model = stage.model.to(run.device).train()
     optimizer = optimizer_for(run, model)
     # sums: of the losses since the last evaluation. best: the weights with the best dev score.
     state = {"step": 0, "evaluated": 0, "sums": {}, "best": None, "best_score": -1.0}
     if checkpoint:
         state = {name: checkpoint[name] for name in state}
-        with intact(path, TRAIN_AGAIN):
+        with intact(path):
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
         say(f"{kind}: going on at step {state['step']}.")
-        if checkpoint["processes"] != size:
-            say(f"  ({size} processes instead of {checkpoint['processes']}: equal up to rounding)")
 
     def save():
         if not all(t.isfinite().all() for t in model.state_dict().values()):
             raise diverged(run, recipe, state["step"] - 1,
                            f"a weight is not a number at step {state['step']}")
         if rank == 0:
-            values = dict(recipe=recipe, encoder=stage.encoder, processes=size,
-                          model=model.state_dict(), optimizer=optimizer.state_dict(), **state)
+            values = dict(recipe=recipe, encoder=stage.encoder, model=model.state_dict(),
+                          optimizer=optimizer.state_dict(), **state)
             write_file(path, lambda file: torch.save(values, file))
 
     def evaluate():
@@ -439,43 +437,36 @@ def train_stage(run, stage, recipe, checkpoint=None):
         record = {name: round(value / n, 4) for name, value in state["sums"].items()}
         progress.clear()
         say(f"{kind} {state['step']:5d}  {in_words(record | measured)}")
-        log(run.out, {"stage": kind, "step": state["step"], "processes": size,
-                      "lr": learning_rate(recipe, state["step"] - 1), **record,
-                      "tokens_per_second": round(n_tokens / (time.time() - since)), **measured})
+        log(run.out, {"stage": kind, "step": state["step"], "seconds": round(time.time() - began),
+                      "lr": learning_rate(recipe, state["step"] - 1), **record, **measured})
         if measured.get("score", -1.0) > state["best_score"]:
             best = {name: t.cpu().clone() for name, t in model.state_dict().items()}
             state.update(best_score=measured["score"], best=best)
         state.update(evaluated=state["step"], sums={})
 
-    signals, n_tokens, since = [], 0, time.time()
+    signals, began = [], time.time()
     with (tqdm(total=steps, initial=state["step"], desc=kind, disable=rank > 0) as progress,
           signals_to(lambda number, _: signals.append(number))):
-        if steps == 0:
-            save()
-        while state["evaluated"] < steps:
+        while True:
             step = state["step"]
-            is_due = step % settings.log_every == 0 or step == steps
-            if is_due and step > state["evaluated"]:
+            if step > state["evaluated"] and (step % settings.log_every == 0 or step == steps):
                 evaluate()
-                n_tokens, since = 0, time.time()
-                save_due = step == steps            # the last evaluation decides on the best
-            else:
-                values, n = train_step(run, stage, recipe, optimizer, step)
-                n_tokens, step = n_tokens + n, step + 1
-                for name, value in {**values, "steps": 1}.items():
-                    state["sums"][name] = state["sums"].get(name, 0) + value
-                state["step"] = step
-                progress.update()
-                progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
-                                     refresh=False)
-                save_due = step == steps or step % settings.log_every == 0
-                save_due |= step % settings.save_every == 0
+            if step == steps:
+                break
+            values = train_step(run, stage, recipe, optimizer, step)
+            state["step"] = step = step + 1
+            for name, value in {**values, "steps": 1}.items():
+                state["sums"][name] = state["sums"].get(name, 0) + value
+            progress.update()
+            progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
+                                 refresh=False)
             stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
-            if stop or save_due:
+            if stop or step == steps or 0 in (step % settings.log_every, step % settings.save_every):
                 save()
             if stop:
                 raise Stop(f"Stopped at step {step} of {kind} and saved; the same command goes on "
                            "from there.")
+        save()              # the last evaluation decides on the best weights
     ann.barrier()           # nobody reads the checkpoint before it is written
 
 def in_words(figures):
@@ -495,7 +486,7 @@ def in_words(figures):
 
 def new_batch_tome(run, seed=None):
     """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a
-    file of the paper's own code."""
+    file of the paper's own code. Says what such a file lacks."""
     torch.manual_seed(run.seed if seed is None else seed)
     model = BatchTOME(TOME(run.batch_tome_config))
     if not run.init:
@@ -503,8 +494,7 @@ def new_batch_tome(run, seed=None):
         return model
     _, state, lacks, unused = read_published(run.init, run.config)
     model.load_state_dict(state, strict=False)
-    if seed is None:
-        say_of_file(run.init, lacks, unused)
+    say_of_file(run.init, lacks, unused)
     tome, special = model.tome, run.corpus.special
     if run.is_published:
         tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
@@ -522,7 +512,6 @@ def new_batch_tome(run, seed=None):
     return model
 
 def say_of_file(path, lacks, unused):
-    """Says what a published file lacks, and what of it is not used."""
     say(f"{path} has no weights of {', '.join(lacks)}: made fresh.")
     if unused:
         say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
@@ -539,16 +528,14 @@ def start_from(run, tome, start):
         checkpoint = read_checkpoint(Path(start))
         saved = checkpoint["best"] or checkpoint["model"]
     elif start != "scratch":
-        theirs, published, lacks, unused = read_published(start, run.config)
-        if "encoder.key.linear.weight" in published:
-            raise UserError(f"--start {start}: it is a BATCH-TOME; give it to --init")
-        if theirs.n_blocks != run.config.n_blocks:
-            raise UserError(f"--start {start}: it is a TOME-{theirs.n_blocks}, as this run is not; "
-                            "TOME-2 wants --blocks 2")
+        _, published, lacks, unused = read_published(start, run.config)
         say_of_file(start, lacks, unused)
         saved = part_of(published, "encoder.tome.")
-    wrong = [name for name in state if name in saved and saved[name].shape != state[name].shape]
-    if wrong or saved and not all(name in saved for name in state if name.startswith("initial.")):
+        if "encoder.key.linear.weight" in published:
+            raise UserError(f"--start {start}: it is a BATCH-TOME; give it to --init")
+    needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
+    if saved and (needed - saved.keys() or any(
+            saved[name].shape != state[name].shape for name in state.keys() & saved.keys())):
         raise UserError(f"--start {start}: no TOME of these dimensions is in it")
     tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
 
@@ -557,13 +544,14 @@ def open_memory(run, tome, encoder, n_search=None):
     out. A baseline has its table of entities for both."""
     if tome.entities is not None:
         return tome.entities, tome.entities
-    folder = folder_of(run.out, memory_recipe(run))
+    folder = folder_of(run.out, run.saved, "memory")
     needs(folder.exists(), folder, "memory")
     memory = load_memory(folder, encoder, run.device).bucketed(n_search)
     train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
     return memory, memory if bool(train.all()) else memory.select(train)
 
 # ---- What is measured while training: does the memory fill in what only a memory can know? -------
+# Every process reads the same whole batch: the search of the memory is shared, the rest is small.
 
 @torch.no_grad()
 def masked_mentions(run, tome, memory, mentions, batch_size=64):
@@ -576,59 +564,53 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     the mention's own entity; "n": mentions}, and {mention: its share of tokens filled in rightly}
     for each kind."""
     tome.eval()
-    corpus, device, (rank, size) = run.corpus, run.device, ann.rank_and_size()
-    kind_of, E = torch.from_numpy(run.entity_kind).to(device), len(corpus.entity_names)
+    E, device, config = len(run.corpus.entity_names), run.device, tome.config
     supported = torch.ones(E, dtype=torch.bool, device=device)  # it stands in another passage too
     if isinstance(memory, MentionMemory):
         supported = memory.passages_of(E) > 1
-    masked, visible = [], []            # a row for each masked mention, and each visible one
+    masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row a mention
     for first in range(0, len(mentions), batch_size):
-        chosen = mentions[first:first + batch_size]
-        if len(chosen) < size:              # every process needs a row: the last few are left out
-            break
-        batch = data.eval_batch(corpus, chosen).part(rank, size).to(device)
-        number = torch.from_numpy(chosen[rank::size]).to(device)                        # (B,)
-        asked = batch.mention == number[batch.row]                                      # (M,)
+        batch = data.eval_batch(run.corpus, mentions[first:first + batch_size]).to(device)
+        B, asked = len(batch.tokens), batch.masked              # (M,): one in each of B rows
         H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
         mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
         if found[-1] is not None:
             mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(-1)
         right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target       # (L,)
         row = batch.target_index // batch.tokens.shape[1]                               # (L,)
-        n_tokens = torch.bincount(row, minlength=len(number))                           # (B,)
-        n_right = torch.bincount(row[right], minlength=len(number))
+        n_tokens = torch.bincount(row, minlength=B)                                     # (B,)
+        n_right = torch.bincount(row[right], minlength=B)
         z = tome.answer(H, batch.row[asked], batch.start[asked], batch.end[asked])
-        answer = memory.retrieve(z, batch.passage[asked], tome.config.k_answer,
-                                 tome.config.k_answer_shard)                            # (B, K)
-        stands = torch.zeros(len(number), E, dtype=torch.bool, device=device)
+        answer = memory.retrieve(z, batch.passage[asked], config.k_answer, config.k_answer_shard)
+        stands = torch.zeros(B, E, dtype=torch.bool, device=device)
         stands[batch.row[~asked], batch.entity[~asked]] = True
-        scores = answer.scores.masked_fill(stands.gather(1, answer.entity), -torch.inf)
+        scores = answer.scores.masked_fill(stands.gather(1, answer.entity), -torch.inf)  # (B, K)
         entity = batch.entity[asked]
         named = predict_entity(scores, answer.entity).entity == entity
-        top = scores.topk(min(20, scores.shape[1])).indices         # a table is not sorted
-        best = answer.entity.gather(1, top).masked_fill(scores.gather(1, top).isneginf(), -1)
-        recalled = (best == entity[:, None]).any(1)
-        columns = (number, kind_of[entity], n_tokens, n_right, named, recalled, mass[asked])
-        masked.append(torch.stack([column.double() for column in columns], 1))
+        recalled = (best_entities(scores, answer.entity) == entity[:, None]).any(1)
+        masked.append(torch.stack([n_tokens, n_right, named, recalled, mass[asked]], 1).cpu())
         counted = (batch.entity > 0) & ~asked & supported[batch.entity]
-        columns = (kind_of[batch.entity[counted]], mass[counted])
-        visible.append(torch.stack([column.double() for column in columns], 1))
-    masked = ann.gather(torch.cat(masked or [torch.zeros(0, 7, device=device).double()])).cpu()
-    visible = ann.gather(torch.cat(visible or [torch.zeros(0, 2, device=device).double()])).cpu()
+        visible.append(torch.stack([batch.entity[counted], mass[counted]], 1).cpu())
+    masked, visible = np.concatenate(masked), np.concatenate(visible)
+    kind = run.entity_kind[run.corpus.mention_entity[mentions]]
+    visible_kind = run.entity_kind[visible[:, 0].astype(int)]
     figures, shares = {}, {}
-    for kind, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
-        number, _, n_tokens, n_right, named, recalled, mass = masked[masked[:, 1] == kind].T
-        mass_visible = visible[visible[:, 0] == kind, 1]
-        n = max(len(number), 1)
-        figures[name] = {
-            "accuracy": n_right.sum().item() / max(n_tokens.sum().item(), 1),
-            "entity": named.sum().item() / n, "recall@20": recalled.sum().item() / n,
-            "mass_masked": mass.sum().item() / n,
-            "mass_visible": mass_visible.sum().item() / max(len(mass_visible), 1),
-            "n": len(number)}
-        share = n_right / n_tokens.clamp(min=1)
-        shares[name] = dict(zip(number.long().tolist(), share.tolist()))
+    for number, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
+        n_tokens, n_right, named, recalled, mass = masked[kind == number].T
+        mass_visible = visible[visible_kind == number, 1]
+        n = max(len(mass), 1)
+        figures[name] = {"accuracy": n_right.sum() / max(n_tokens.sum(), 1),
+                         "entity": named.sum() / n, "recall@20": recalled.sum() / n,
+                         "mass_masked": mass.sum() / n,
+                         "mass_visible": mass_visible.sum() / max(len(mass_visible), 1),
+                         "n": len(mass)}
+        shares[name] = dict(zip(mentions[kind == number].tolist(), n_right / n_tokens.clip(1)))
     return figures, shares
+
+def best_entities(scores, entity, k=20):
+    """Entities of the k best memories (B, k); -1 where there are fewer. A table is not sorted."""
+    scores, best = scores.topk(min(k, scores.shape[1]))
+    return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
 def evaluate_memory(run, tome, memory, mentions):
     """masked_mentions' figures, and the accuracy with the memory emptied and with its values
@@ -670,7 +652,7 @@ def supporting_passages(corpus, mentions, each=4, others=512):
 
 @torch.no_grad()
 def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, batch_size=64):
-    """{"accuracy", "n"}, and of questions "recall@20"; every process reads the whole batch.
+    """{"accuracy", "n"}, and of questions "recall@20".
 
     without: the field of an example ("subject", "bridge") whose article is taken out of the memory.
     attend: False switches the memory layers off; answers are still retrieved."""
@@ -689,12 +671,12 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
             right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
             continue
         found = answer_question(tome, H, batch, memory)
-        predicted = predict_entity(found.scores, found.entity).entity.tolist()
-        top = found.scores.topk(min(20, found.scores.shape[1])).indices     # a table is not sorted
-        for example, entity, best in zip(chosen, predicted, found.entity.gather(1, top).tolist()):
-            answers = {corpus.entity_index[a] for a in example.answers if a in corpus.entity_index}
+        named = predict_entity(found.scores, found.entity).entity.tolist()
+        best = best_entities(found.scores, found.entity).tolist()
+        for example, entity, entities in zip(chosen, named, best):
+            answers = {corpus.entity_index.get(answer) for answer in example.answers}
             right.append(entity in answers)
-            recalled.append(not answers.isdisjoint(best))
+            recalled.append(not answers.isdisjoint(entities))
     result = {"accuracy": float(np.mean(right)) if right else 0.0, "n": len(right)}
     return result | ({"recall@20": float(np.mean(recalled))} if recalled else {})
 
@@ -715,6 +697,7 @@ def toy_examples(run, task, hops="one_hop", split="test"):
 
 def dev_files(path):
     """[the file of that name with "dev" for "train"], or []."""
+    path = Path(path)
     dev = path.with_name(path.name.replace("train", "dev"))
     return [dev] if dev != path and dev.is_file() else []
 
@@ -734,9 +717,9 @@ def read_examples(run, task, path, known=True):
     cut = data.count_cut_mentions(examples, run.tokenizer, run.settings.max_length)
     nothing = sum(not e.mentions for e in examples)
     if cut or nothing:
-        say(f"{path}: {cut:,} mentions stand behind max_length ({run.settings.max_length} tokens) "
-            f"and are not read; {nothing:,} of {len(examples):,} examples have no mention, so "
-            "nothing is retrieved for them.", sys.stderr)
+        say(f"{path}: {cut:,} mentions overlap others or stand behind max_length, and are not read;"
+            f" {nothing:,} of {len(examples):,} examples have no mention, so nothing is retrieved "
+            "for them.", sys.stderr)
     return examples
 
 def read_task_examples(run, task, path):
@@ -745,10 +728,8 @@ def read_task_examples(run, task, path):
     examples = read_examples(run, task, path)
     dev = [e for file in dev_files(path) for e in read_examples(run, task, file)]
     if not dev:
-        order = np.random.default_rng(0).permutation(len(examples))
-        n_dev = max(1, len(examples) // 10)
-        dev = [examples[i] for i in order[:n_dev]]
-        examples = [examples[i] for i in order[n_dev:]]
+        order, n_dev = np.random.default_rng(0).permutation(len(examples)), -(-len(examples) // 10)
+        dev, examples = ([examples[i] for i in part] for part in (order[:n_dev], order[n_dev:]))
     if task == "qa":
         n, entities = len(examples), run.corpus.entity_index
         examples = [e for e in examples if any(answer in entities for answer in e.answers)]
@@ -758,7 +739,7 @@ def read_task_examples(run, task, path):
         raise UserError(f"{path}: no example to train on is left; give more of them")
     return examples, dev
 
-def cloze(run, example, rng):
+def clozes_of(run, example, rng):
     """[a true claim as the question which entity one of its mentions names], or []."""
     known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
@@ -768,32 +749,34 @@ def cloze(run, example, rng):
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
 # ---- The run folder ------------------------------------------------------------------------------
-# run.json says what the command was. Each artefact (corpus, batch-tome, memory, tome, claims, qa)
-# has a recipe, a plain dictionary of all that determines it, with the identities of what it is made
-# from. It is used only where its recipe is what the command implies. A folder is built under
-# another name and renamed when it is whole; a .pt file holds its recipe.
+# run.json holds the flags that a run was started with. Each artefact (corpus, batch-tome, memory,
+# tome, claims, qa) has a recipe: all that determines it, which follows from run.json, and the
+# identities of what it is made from. It is used only where it was made by this very recipe. Files
+# are written whole, and folders under another name until they are.
 
-RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {}, "corpus": None,
-       "text": None, "init": None, "weights": None, "bert": None, "appended": []}
-CHECKPOINT = {"recipe", "step", "evaluated", "sums", "best_score", "model", "optimizer",
-              "processes", "best", "encoder"}
-TRAIN_AGAIN = "remove it to train this stage again"
+NEW_RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {},
+           "corpus": None, "text": None,        # a path, and the file's checksum
+           "init": None, "published": None,     # a path, and what describe_published says of it
+           "appended": [],                      # checksums of the files of --append
+           "stages": {}}                        # of each stage: its flags, such as {"steps": 800}
+CHECKPOINT = {"recipe", "encoder", "model", "optimizer", "step", "evaluated", "sums", "best",
+              "best_score"}
+SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
+           "tome": ["corpus", "batch-tome"], "claims": ["corpus", "tome"], "qa": ["corpus", "tome"]}
 # Settings that change no result, and those that a stage does not read: BATCH-TOME is the same for
 # TOME-1 and TOME-2.
-NO_RESULT = {"save_every", "eval_mentions", "schedule"}
+NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "memory_fraction", "cloze_weight"},
             "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
 LIMITS = {      # the least and the most of a number, where it is not 1 to 65,536, or 0 to 1
-    "n_entities": (0, 10 ** 9), "vocab_size": (1, 10 ** 7),
-    "n_blocks": (1, 2), "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),
+    "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),
     "passage_length": (8, 65536), "max_length": (16, 65536), "coref_entities": (1, 10 ** 9),
     "log_every": (1, 10 ** 9), "save_every": (1, 10 ** 9), "steps": (0, 10 ** 9), "lr": (1e-12, 10),
     "dropout": (0, 0.9), "beta2": (0, 0.999999), "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100),
     "cloze_weight": (0, 100)}
 CHOICES = {"memory_dtype": ("float16", "float32"), "gelu": ("none", "tanh"),
-           "precision": ("float32", "bfloat16"),
-           "memory": ("mentions", "entities", "none")}
+           "precision": ("float32", "bfloat16"), "memory": ("mentions", "entities", "none")}
 
 def check_values(values, flag):
     """Raises UserError for a setting out of its range."""
@@ -804,24 +787,124 @@ def check_values(values, flag):
         if type(value) in (int, float) and not least <= value <= most:          # NaN is neither
             raise UserError(f"{flag}{name}={value}: it is from {least:g} to {most:g}")
 
-def preset(name, n_blocks=1, changes=None, bert=None):
-    """(Settings, Config) with the changes of --set. bert: all of the Config, from a pretrained one.
+def settings_of(saved):
+    """(Settings, Config) of run.json: the preset, --set, and the dimensions of published weights.
     Raises UserError where these cannot be trained."""
-    values = PRESETS[name] | (changes or {}) | {"n_blocks": n_blocks} | (bert or {})
-    settings, config = (replace(defaults, **{name: values[name] for name in vars(defaults)
-                                             if name in values})
-                        for defaults in (Settings(), Config()))
-    check_values(vars(config) | vars(settings), "--set ")
-    for rule, holds in {
-            "hidden is even, and a multiple of n_heads": config.hidden % (2 * config.n_heads) == 0,
-            "max_length is at most max_positions":
-                settings.max_length <= config.max_positions}.items():
-        if not holds:
-            raise UserError(f"--set: {rule}")
-    for name, value in (changes or {}).items():
-        if bert and bert.get(name, value) != value:
+    bert = (saved["published"] or {}).get("config", {})
+    values = PRESETS[saved["preset"]] | saved["set"] | {"n_blocks": saved["blocks"]} | bert
+    settings, config = (
+        replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
+        for defaults in (Settings(), Config()))
+    check_values({name: value for name, value in (vars(settings) | vars(config)).items()
+                  if name not in ("vocab_size", "n_entities")}, "--set ")
+    if config.hidden % (2 * config.n_heads):
+        raise UserError("--set: hidden is even, and a multiple of n_heads")
+    if settings.max_length > config.max_positions:
+        raise UserError("--set: max_length is at most max_positions")
+    for name, value in saved["set"].items():
+        if bert.get(name, value) != value:
             raise UserError(f"--set {name}: it is {bert[name]} in what --init names; leave it out")
     return settings, config
+
+def schedule_of(saved, kind):
+    """The preset's Schedule of a stage."""
+    settings, config = settings_of(saved)
+    schedule = settings.schedule[kind]
+    if kind == "tome" and config.memory != "mentions":      # a baseline has no batch-tome
+        first = settings.schedule["batch-tome"]
+        schedule = replace(first, steps=first.steps + schedule.steps)
+    if kind == "batch-tome" and saved["published"] and saved["published"]["trained"]:
+        schedule = replace(schedule, steps=0)
+    return schedule
+
+def recipe_of(saved, kind):
+    """All that determines an artefact, in plain values. saved: run.json."""
+    settings, config = settings_of(saved)
+    recipe = {"kind": kind, "format": data.FORMAT}
+    if kind == "corpus":        # known by its text, not its path: it may have moved
+        vocab = saved["published"]["vocab"] if saved["init"] else settings.vocab
+        return recipe | {"text": saved["text"], "appended": saved["appended"], "vocab": vocab,
+                         "passage_length": settings.passage_length,
+                         "max_length": settings.max_length}
+    if kind == "memory":
+        recipe["memory_dtype"] = settings.memory_dtype
+    else:                       # what is trained never reads what was appended
+        saved = saved | {"appended": []}
+        schedule = schedule_of(saved, kind)
+        flags = {"steps": schedule.steps, "batch": schedule.batch, "lr": schedule.lr,
+                 "start": None, "examples": None, "n_search": None}
+        flags |= saved["stages"].get(kind, {})
+        recipe |= {"preset": saved["preset"], "seed": saved["seed"], **flags,
+                   "warmup": min(schedule.warmup, flags["steps"] // 10)}
+        recipe |= {name: value for name, value in (vars(settings) | vars(config)).items()
+                   if name not in NO_RESULT | NOT_READ[kind]}
+    made_from = {source: identity(recipe_of(saved, source)) for source in SOURCES[kind]}
+    return recipe | {"published": saved["published"], "made_from": made_from}
+
+def identity(recipe):
+    """A recipe in one word: equal for equal recipes, whatever their order."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+def compare(path, made, wanted):
+    """Raises UserError where an artefact was made by another recipe than is wanted."""
+    for name in [*wanted, *made]:
+        was, now = made.get(name), wanted.get(name)
+        if was != now and name == "made_from":
+            source = [kind for kind in now if dict(was or {}).get(kind) != now[kind]][0]
+            raise UserError(f"{path} was made from another {source}; remove it to make it again, "
+                            "or choose another --out")
+        if was != now:
+            raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
+                            "again, or choose another --out")
+
+@contextmanager
+def intact(path, remedy="remove it to train this stage again"):
+    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is damaged ({reason:.99}); {remedy}") from None
+
+def needs(there, path, kind, how="missing"):
+    """Raises UserError where an artefact that a command needs is not there."""
+    if not there:
+        raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
+                        f"--out {path.parent}")
+
+def stage_of(kind):
+    """What --stage calls it."""
+    return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
+
+def is_done(checkpoint):
+    return checkpoint is not None and checkpoint["evaluated"] >= checkpoint["recipe"]["steps"]
+
+def read_checkpoint(path):
+    """The dictionary of a .pt file. Objects are never unpickled."""
+    with intact(path):
+        with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
+            damaged = file.testzip()
+        if damaged:
+            raise ValueError(f"the checksum of {damaged} differs")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint.keys() != CHECKPOINT or checkpoint["recipe"]["format"] != data.FORMAT:
+            raise ValueError("it is of another format")
+        return checkpoint
+
+def find_checkpoint(out, saved, kind):
+    """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that is
+    there was made by another recipe. Only a stage that is done has had a last learning rate."""
+    path, wanted = Path(out) / f"{kind}.pt", recipe_of(saved, kind)
+    if not path.exists():
+        return None
+    checkpoint = read_checkpoint(path)
+    with intact(path):
+        made = checkpoint["recipe"] if is_done(checkpoint) else \
+            checkpoint["recipe"] | {"lr": wanted["lr"]}
+        compare(path, made, wanted)
+    return checkpoint | {"recipe": wanted}
 
 @dataclass
 class Run:
@@ -834,14 +917,15 @@ class Run:
     tokenizer: object
     device: torch.device
 
-    @property
-    def seed(self):
-        return self.saved["seed"]
-
-    @property
-    def init(self):
-        """The published weights that batch-tome starts from: a BERT's folder, or a file."""
-        return self.saved["init"]
+    def __post_init__(self):
+        self.seed = self.saved["seed"]
+        self.init = self.saved["init"]          # published weights that batch-tome starts from
+        # batch-tome comes trained, in a file of the paper's own code (--init FILE).
+        self.is_published = bool(self.init) and self.saved["published"]["trained"]
+        # Entities as Experts, or no memory at all: there is no Mention Encoder.
+        self.is_baseline = self.config.memory != "mentions"
+        # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
+        self.batch_tome_config = replace(self.config, n_blocks=1)
 
     @cached_property
     def is_withheld(self):
@@ -856,143 +940,17 @@ class Run:
         """(E,) index into KINDS: an entity that a training passage links is seen or withheld."""
         return np.where(self.corpus.entity_count == 0, 1, np.where(self.is_withheld, 2, 0))
 
-    @property
-    def is_baseline(self):
-        """Entities as Experts, or no memory at all: there is no Mention Encoder."""
-        return self.config.memory != "mentions"
-
-    @property
-    def is_published(self):
-        """batch-tome comes trained, in a file of the paper's own code (--init FILE)."""
-        return "flax" in (self.saved["weights"] or {})
-
-    @property
-    def batch_tome_config(self):
-        """BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks)."""
-        return replace(self.config, n_blocks=1)
-
-@contextmanager
-def intact(path, remedy):
-    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is damaged ({reason:.99}); {remedy}") from None
-
-def identity(recipe):
-    """A recipe in one word: equal for equal recipes, whatever their order."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-def folder_of(out, recipe):
-    """Where the corpus or memory of this recipe is: another recipe has another folder."""
-    return Path(out) / f"{recipe['kind']}-{identity(recipe)[:8]}"
-
-def corpus_recipe(saved, appended):
-    """Of run.json's corpus followed by these files. A text is known by its checksum, not its path:
-    a corpus that has moved is the same one."""
-    settings, _ = settings_of(saved)
-    return {"kind": "corpus", "format": data.FORMAT, "text": saved["text"], "appended": appended,
-            "passage_length": settings.passage_length, "max_length": settings.max_length,
-            "vocab": saved["weights"]["vocab.txt"] if saved["init"] else settings.vocab}
-
-def memory_recipe(run):
-    """The memory is of the corpus with all that was appended; what is trained, without."""
-    corpus = corpus_recipe(run.saved, run.saved["appended"])
-    batch_tome = read_checkpoint(run.out / "batch-tome.pt")["recipe"]
-    return {"kind": "memory", "format": data.FORMAT, "memory_dtype": run.settings.memory_dtype,
-            "made_from": {"corpus": identity(corpus), "batch-tome": identity(batch_tome)}}
-
-def schedule_of(run, kind):
-    """The preset's Schedule of a stage. A baseline skips batch-tome, so its tome also has those
-    steps; over a BERT, both learn at a rate of their own."""
-    schedule = run.settings.schedule[kind]
-    if kind == "tome" and run.is_baseline:
-        first = run.settings.schedule["batch-tome"]
-        schedule = replace(first, steps=first.steps + schedule.steps)
-    if kind == "batch-tome" and run.is_published:       # the paper's own code has trained it
-        schedule = replace(schedule, steps=0)
-    return schedule
-
-def plan(run, kind, flags={}):
-    """(recipe, checkpoint or None) of OUT/<kind>.pt, as this command implies it.
-
-    flags: what the command line says of this stage. What it leaves out is as the stage was made, or
-    as the preset has it. Raises UserError where the file that is there was made otherwise."""
-    path = run.out / f"{kind}.pt"
-    checkpoint = read_checkpoint(path) if path.exists() else None
-    old = checkpoint["recipe"] if checkpoint else {}
-    made_from = dict(old.get("made_from", {}))      # of a file that was removed, what it was counts
-    made_from["corpus"] = identity(corpus_recipe(run.saved, []))
-    for source in {"batch-tome": (), "tome": ("batch-tome",)}.get(kind, ("batch-tome", "tome")):
-        if (run.out / f"{source}.pt").exists():
-            made_from[source] = identity(read_checkpoint(run.out / f"{source}.pt")["recipe"])
-    schedule, settings = schedule_of(run, kind), vars(run.settings) | vars(run.config)
-    chosen = {"steps": schedule.steps, "batch": schedule.batch, "lr": [[0, schedule.lr]],
-              "start": None, "examples": None, "n_search": None}
-    chosen |= {name: value for name, value in old.items() if name in chosen}
-    given = {name: value for name, value in flags.items() if value is not None}
-    peak, lr = given.pop("lr", None), chosen["lr"]
-    chosen |= given
-    goes_on = checkpoint is not None and checkpoint["evaluated"] < chosen["steps"]
-    if peak not in (None, lr[-1][1]):               # a stage goes on with another rate from here
-        first = checkpoint["step"] if goes_on else 0
-        chosen["lr"] = [change for change in lr if change[0] < first] + [[first, peak]]
-    recipe = {"kind": kind, "format": data.FORMAT, "seed": run.seed, "init": run.saved["weights"],
-              "made_from": made_from, "warmup": min(schedule.warmup, chosen["steps"] // 10),
-              **chosen, **{name: value for name, value in settings.items()
-                           if name not in NO_RESULT | NOT_READ[kind]}}
-    if goes_on:
-        old = old | {"lr": chosen["lr"]}            # another rate is no other stage
-    if old:
-        compare(path, old, recipe)
-    return recipe, checkpoint
-
-def compare(path, old, new):
-    """Raises UserError where an artefact's recipe `old` is not what the command implies."""
-    for kind, made in new.get("made_from", {}).items():
-        if old.get("made_from", {}).get(kind) != made:
-            raise UserError(f"{path} was made from another {kind}; remove it to make it again")
-    for name in [*new, *old]:
-        if old.get(name) != new.get(name):
-            was, now = (r.get(name) if name != "lr" else r[name][-1][1] for r in (old, new))
-            raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
-                            "again")
-
-def stage_of(kind):
-    """What --stage calls it."""
-    return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
-
-def needs(there, path, kind, how="missing"):
-    """Raises UserError where an artefact that a command needs is not there."""
-    if not there:
-        raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
-                        f"--out {path.parent}")
-
-def read_checkpoint(path):
-    """The dictionary of a .pt file. Objects are never unpickled."""
-    needs(path.exists(), path, path.stem)
-    with intact(path, TRAIN_AGAIN):
-        with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
-            damaged = file.testzip()
-        if damaged:
-            raise ValueError(f"the checksum of {damaged} differs")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        recipe = checkpoint["recipe"]
-        if checkpoint.keys() != CHECKPOINT or recipe["format"] != data.FORMAT:
-            raise ValueError("it is of another format")
-        int(recipe["steps"]), dict(recipe["made_from"]), float(recipe["lr"][-1][1])
-        return checkpoint
+def folder_of(out, saved, kind):
+    """Where the corpus or memory is. Another recipe has another folder."""
+    return Path(out) / f"{kind}-{identity(recipe_of(saved, kind))[:8]}"
 
 def load_model(run, kind="tome"):
     """(model, fingerprint of its Mention Encoder) of a stage that is done."""
-    path, (recipe, checkpoint) = run.out / f"{kind}.pt", plan(run, kind)
+    path, checkpoint = run.out / f"{kind}.pt", find_checkpoint(run.out, run.saved, kind)
     needs(checkpoint, path, kind)
-    needs(checkpoint["evaluated"] >= recipe["steps"], path, kind, "unfinished")
+    needs(is_done(checkpoint), path, kind, "unfinished")
     model = TOME(run.config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))
-    with intact(path, TRAIN_AGAIN):
+    with intact(path):
         model.load_state_dict(checkpoint["best"] or checkpoint["model"])
     return model.to(run.device).eval(), checkpoint["encoder"]
 
@@ -1002,93 +960,98 @@ def read_run_file(out):
     needs(path.exists(), path, "tome")
     with intact(path, "choose another --out"):
         saved = read_json(path)
-        if saved.keys() != RUN.keys() or saved["format"] != data.FORMAT:
+        if saved.keys() != NEW_RUN.keys() or saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved.get('format')}, this version reads {data.FORMAT}")
         settings_of(saved)
         return saved
 
-def settings_of(saved):
-    """(Settings, Config) of what run.json holds."""
-    return preset(saved["preset"], saved["blocks"], saved["set"], saved["bert"])
-
 def settle(args):
-    """run.json as the command implies it, checked as a whole. Until there is an artefact, flags may
-    differ from the last command's."""
-    out, old, made = Path(args.out), RUN, False
+    """run.json as this command implies it, with the flags of earlier ones; checked as a whole. It
+    is an error if what is there, up to the stage named, was made by other recipes. Writes
+    nothing."""
+    out, saved, kind = Path(args.out), NEW_RUN, args.task or args.stage
     if (out / "run.json").exists():
-        old = read_run_file(out)
-        made = any(out.glob("corpus-????????")) or any(out.glob("*.pt"))
-    saved = old | {name: value for name, value in dict(
-        preset=args.preset, seed=args.seed, blocks=args.blocks, set=args.set,
-        corpus=args.corpus and os.path.abspath(args.corpus),
-        init=args.init and os.path.abspath(args.init)).items() if value is not None}
+        saved = read_run_file(out)
+    given = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
+             "corpus": args.corpus and os.path.abspath(args.corpus),
+             "init": args.init and os.path.abspath(args.init)}
+    saved = saved | {name: value for name, value in given.items() if value is not None}
     corpus, init = saved["corpus"], saved["init"]
     if corpus is None:
         saved["text"] = f"toy world {saved['seed']}"
     elif os.path.isfile(corpus):
         saved["text"] = checksum(corpus)
-    elif not made:                      # later the tokenised one will do
+    elif args.corpus or saved["text"] is None:      # else the tokenised one will do
         raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
-    there = init and any(os.path.isfile(path) for path in (init, os.path.join(init, "config.json")))
-    if init and (there or not made):
-        saved["bert"], saved["weights"] = published_init(init, saved)
+    if init and (args.init or os.path.exists(init)):
+        saved["published"] = describe_published(init, saved | {"published": None})
     settings_of(saved)
-    for name in RUN:
-        if made and saved[name] != old[name]:
-            if name in ("text", "weights", "bert"):
-                raise UserError(f"{init if init and name != 'text' else corpus} has changed since "
-                                f"{out} was started; choose another --out")
-            raise UserError(f"{out} was started with --{name} {old[name]}, not {saved[name]}; "
-                            "choose another --out")
+    before = {}                                     # the flags by which the stage was begun
+    if (out / f"{kind}.pt").exists():
+        before = saved["stages"].get(kind, {})
+    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")}
+    if args.start:
+        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
+    flags = {name: value for name, value in flags.items() if value is not None}
+    saved["stages"] = saved["stages"] | {kind: before | flags}
+    if args.task:
+        saved["stages"][kind]["examples"] = None                # the toy world's
+    if args.examples:
+        data.read_examples(args.examples, args.task)            # said before hours of training
+        files = [args.examples, *dev_files(args.examples)]
+        saved["stages"][kind]["examples"] = [checksum(file) for file in files]
+    elif args.task and corpus:
+        raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
+    for name in stages_to(saved, kind):
+        if name in STAGES:
+            find_checkpoint(out, saved, name)
     return saved
 
-def published_init(init, saved):
-    """What run.json holds of --init: the dimensions, and checksums of its files."""
-    _, config = preset(saved["preset"], saved["blocks"], saved["set"])
-    if os.path.isdir(init):
-        config = bert_config(init, config)
-        files = [Path(init) / name for name in ("model.safetensors", "pytorch_model.bin")]
-    else:
-        config, state, _, _ = read_published(init, config)
-        files = [Path(init)]
-        if "encoder.key.linear.weight" not in state or config.n_blocks > 1:
-            raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
-                            "--stage tome --start")
-        config = replace(config, n_blocks=saved["blocks"])
-    vocab = beside(init, "vocab.txt")
+def stages_to(saved, kind):
+    """The stages that lead to this one, and itself at the end. Raises UserError if none do."""
+    kinds = ["batch-tome", "memory", "tome", "claims", "qa"]
+    if settings_of(saved)[1].memory != "mentions":
+        kinds = ["tome", "claims", "qa"]
+    if kind not in kinds:
+        raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
+    return [name for name in kinds[:kinds.index(kind)] if name not in ("claims", "qa")] + [kind]
+
+def describe_published(init, saved):
+    """What run.json holds of --init: its dimensions, identities of its vocabulary and weights, and
+    whether it is trained, as a BATCH-TOME of the paper's own code is."""
+    config, state, _, _ = read_published(init, settings_of(saved)[1])
+    trained, vocab = "encoder.key.linear.weight" in state, beside(init, "vocab.txt")
     if vocab is None:
         raise UserError(f"--init {init}: put the vocab.txt of its BERT there (of the paper's: that "
                         "of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
-    if words != config.vocab_size or \
-            config.n_block not in (1, config.n_blocks * config.layers_a_block):
-        raise UserError(f"--init {init}: vocab.txt has {words:,} entries, it {config.vocab_size:,};"
-                        f" its {config.n_block} layers are {config.n_blocks} blocks")
-    weights = {"flax" if path.suffix not in (".safetensors", ".bin") else path.name: checksum(path)
-               for path in files if path.exists()}
-    return asdict(config), {"vocab.txt": checksum(vocab), **weights}
+    if words != config.vocab_size:
+        raise UserError(f"--init {init}: vocab.txt has {words:,} entries, it {config.vocab_size:,}")
+    if os.path.isfile(init) and not (trained and config.n_blocks == 1):
+        raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
+                        "--stage tome --start")
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(state[name].contiguous().numpy().tobytes())
+    config = replace(config, n_blocks=saved["blocks"])
+    return {"config": asdict(config), "vocab": checksum(vocab), "weights": digest.hexdigest(),
+            "trained": trained}
 
-def make_run(args):
-    """The run of a command. The first process writes run.json and the tokenised corpus, where they
-    are not there; the others wait."""
-    out, saved = Path(args.out), settle(args)
-    folder = folder_of(out, corpus_recipe(saved, saved["appended"]))
-    ann.barrier()
+def make_run(out, saved, device=None):
+    """Writes run.json, makes the corpus where there is none, and opens the run. The first process
+    does it; the others wait."""
     if ann.rank_and_size()[0] == 0:
-        others = [path for path in out.glob("corpus-????????") if path != folder]
-        if others and not (out / "run.json").exists():
-            raise UserError(f"{out}/run.json is missing, and {others[0]} is of another command; "
-                            "choose another --out")
+        folder = folder_of(out, saved, "corpus")
         if saved["appended"] and not folder.exists():
-            write_json(out / "run.json", saved | {"appended": []})
+            write_json(Path(out, "run.json"), saved | {"appended": []})
             raise UserError(f"{folder} is missing, and with it all that was appended; the same "
                             "command makes the corpus again: then append those files again")
-        if not (out / "run.json").exists() or saved != read_run_file(out):
-            write_json(out / "run.json", saved)
-        source = saved["corpus"] or make_world(out / "world", saved["seed"])
-        sweep(out, "corpus", make_corpus(out, saved, source))
+        write_json(Path(out, "run.json"), saved)
+        source = saved["corpus"] or make_world(Path(out, "world"), saved["seed"])
+        make_corpus(out, saved, source)
+        sweep(out, "corpus", folder)
     ann.barrier()
-    return load_run(out, saved, args.device)
+    return load_run(out, saved, device)
 
 def make_world(folder, seed):
     """The toy world of that seed, made again where it is another's or damaged. Returns its corpus
@@ -1105,12 +1068,11 @@ def make_world(folder, seed):
     return folder / "corpus.jsonl"
 
 def make_corpus(out, saved, source, run=None):
-    """Tokenises `source` into the corpus that run.json, `saved`, is to name. Of a `run`: its corpus
-    and tokenizer stay, and the source follows. Returns the folder."""
-    recipe = corpus_recipe(saved, saved["appended"])
-    folder = folder_of(out, recipe)
+    """Tokenises `source` into the corpus of run.json, `saved`, if it is not there yet. Of a `run`:
+    its corpus and tokenizer stay, and the source follows."""
+    recipe, folder = recipe_of(saved, "corpus"), folder_of(out, saved, "corpus")
     if folder.exists():
-        return folder
+        return
     say(f"Tokenising {source}.")
     if run:
         tokenizer = run.tokenizer
@@ -1124,57 +1086,41 @@ def make_corpus(out, saved, source, run=None):
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
-    return folder
-
-def with_appended(run, file):
-    """This run, and its corpus followed by a file: tokenised, but run.json does not name it yet."""
-    crc32, past = checksum(file), run.saved["appended"]
-    if crc32 in past:
-        return run
-    saved, n = run.saved | {"appended": [*past, crc32]}, len(run.corpus.article)
-    if ann.rank_and_size()[0] == 0:
-        make_corpus(run.out, saved, file, run)
-    ann.barrier()
-    grown = load_run(run.out, saved, run.device.type)
-    say(f"memory: {len(grown.corpus.article) - n:,} passages of {file} added to {n:,}.")
-    return grown
 
 def load_run(out, saved, device=None):
     """The run that run.json describes, its corpus opened. Writes nothing."""
     settings, config = settings_of(saved)
-    recipe = corpus_recipe(saved, saved["appended"])
-    folder = folder_of(out, recipe)
+    folder = folder_of(out, saved, "corpus")
     needs(folder.exists(), folder, "tome")
     corpus = data.Corpus(folder)
-    compare(folder, corpus.meta["recipe"], recipe)
+    compare(folder, corpus.meta["recipe"], recipe_of(saved, "corpus"))
     words = max(corpus.vocab_size, config.vocab_size) if saved["init"] else corpus.vocab_size
     entities = 0 if config.memory == "mentions" else len(corpus.entity_names)
     config = replace(config, vocab_size=words, n_entities=entities)
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
     return Run(Path(out), saved, settings, config, corpus, tokenizer, choose_device(device))
 
-def open_run(out, task=None, device=None, search="exact", n_search=None):
+def open_run(out, task=None, device=None, n_search=None):
     """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
     fast_matmul()
     run = load_run(out, read_run_file(out), device)
     tome, encoder = load_model(run, task or "tome")
-    return run, tome, open_memory(run, tome, encoder, buckets(search, n_search))[0]
+    return run, tome, open_memory(run, tome, encoder, n_search)[0]
 
 def sweep(out, kind, keep):
     """Removes what earlier commands left of this kind. What cannot be removed stays."""
-    for path in out.glob(f"{kind}-????????*"):
-        if path.name.removesuffix(".part") != Path(keep).name:
+    for path in Path(out).glob(f"{kind}-????????*"):
+        if path.name.removesuffix(".part") != keep.name:
             shutil.rmtree(path, ignore_errors=True)
 
 def log(out, record):
     """Appends to log.jsonl, durably. After a crash a step can stand there twice, equally."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":           # a crash cut the last line off
-                    file.write(b"\n")
-            file.write((json.dumps(record) + "\n").encode())
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):         # a crash cut the last line off
+                file.write(b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -1185,27 +1131,20 @@ def alone_in(out):
     if ann.rank_and_size()[0] > 0:
         yield
         return
-    is_new = not os.path.exists(out)
     os.makedirs(out, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
-        try:
-            import fcntl            # not on Windows
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another train.py is at work there") from None
-        except (OSError, ImportError):
-            say(f"{out} cannot be locked: start no second train.py there.")
-        for path in Path(out).iterdir():
-            is_written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
-            if is_written and path.is_symlink():
-                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
-        yield
-    finally:
-        os.close(folder)
-        if is_new:
-            with suppress(OSError):     # it is not empty
-                os.rmdir(out)
+        import fcntl            # not on Windows
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--out {out}: another train.py is at work there") from None
+    except (OSError, ImportError):
+        say(f"{out} cannot be locked: start no second train.py there.")
+    for path in Path(out).iterdir():
+        if path.is_symlink() and (path.name in ("world", "log.jsonl") or path.suffix == ".part"):
+            raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
+    yield
+    os.close(folder)
 
 # ---- Command line --------------------------------------------------------------------------------
 
@@ -1254,28 +1193,15 @@ def choose_device(name=None):
 
 def one_setting(text):
     """NAME=VALUE -> (name, value), of the type that the field has."""
-    known = {name: value for name, value in (vars(Settings()) | vars(Config())).items()
+    known = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
              if name not in ("schedule", "n_blocks", "vocab_size", "n_entities")}
     name, _, value = text.partition("=")
     if name not in known:
         raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(known)}")
-    kind = type(known[name])
     try:
-        return name, {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text}: {name} is a {kind.__name__}") from None
-
-def add_search_arguments(parser):
-    parser.add_argument("--search", choices=("exact", "bucketed"), default="exact",
-                        help="of the memory (app. C.1)")
-    parser.add_argument("--n-search", type=data.at_least(1), help="buckets that --search bucketed "
-                        "looks into (default 32), of 4 sqrt(N) for N memories in a process")
-
-def buckets(search, n_search):
-    """How many buckets are searched; None: all memories are."""
-    if n_search and search != "bucketed":
-        raise UserError("--n-search goes with --search bucketed")
-    return (n_search or 32) if search == "bucketed" else None
+        return name, known[name](value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: {name} is a {known[name].__name__}") from None
 
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
@@ -1304,8 +1230,9 @@ def parse_arguments(argv):
         "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
     add("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of "
         "Settings or Config, such as memory=entities (a baseline); may be repeated")
+    add("--n-search", type=data.at_least(1), help="search the memory in so many of 4 sqrt(N) "
+        "buckets (app. C.1) for N memories in a process (default: exactly)")
     add("--quiet", action="store_true", help="no report at the end")
-    add_search_arguments(parser)
     args = parser.parse_args(argv)
     for flag, stages in GOES_WITH.items():
         if getattr(args, flag) is not None and args.stage not in stages:
@@ -1318,53 +1245,31 @@ def parse_arguments(argv):
 
 def train(args):
     """The stage named, after the stages before it that are not done."""
-    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr")}
-    check_values({name: value for name, value in flags.items() if value is not None}, "--")
-    flags["n_search"] = buckets(args.search, args.n_search)
-    for name in ("examples", "append", "start"):        # said before hours of training, not after
-        path = getattr(args, name)
-        if path and not os.path.isfile(path) and (name, path) != ("start", "scratch"):
-            raise UserError(f"{path}: no such file for --{name}")
+    named, out = args.task or args.stage, Path(args.out)
     if args.append:                     # to what is there; this never trains
-        return make_memory(load_run(args.out, settle(args), args.device), args.append)
-    run, kind = make_run(args), args.task or args.stage
-    if args.start:
-        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-    if args.task:
-        path = Path(args.examples or toy_examples(run, kind, split="train"))
-        data.read_examples(path, kind)
-        flags["examples"] = [checksum(file) for file in (path, *dev_files(path))]
-    kinds = ["tome"] if run.is_baseline else ["batch-tome", "memory", "tome"]
-    if args.task:
-        kinds.append(kind)
-    if kind not in kinds:
-        raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
-    for name in kinds[:kinds.index(kind) + 1]:
-        named, started = name == kind, time.time()
-        if name == "memory":
+        return make_memory(load_run(out, settle(args), args.device), args.append)
+    run = make_run(out, settle(args), args.device)
+    for kind in stages_to(run.saved, named):
+        started = time.time()
+        if kind == "memory":
             make_memory(run)
             continue
-        recipe, checkpoint = plan(run, name, flags if named else {})
-        if checkpoint and checkpoint["evaluated"] >= recipe["steps"]:
-            if named:
-                say(f"{name}: already trained ({run.out / name}.pt).")
+        checkpoint, inputs = find_checkpoint(out, run.saved, kind), {}
+        if kind == named:
+            inputs = {name: getattr(args, name) for name in ("start", "examples")
+                      if getattr(args, name)}
+        if is_done(checkpoint):
+            say(f"{kind}: already trained ({out / kind}.pt).")
             continue
-        if not named:
-            say(f"Stage {name} comes first.")
-        stage = STAGES[name](run, recipe, *([args.start, args.examples] if named else []))
-        train_stage(run, stage, recipe, checkpoint)
-        if recipe["steps"] == 0:
-            source = args.start if args.start and named else run.init
-            say(f"{name}: taken as trained from {source}.")
-        say(f"Stage {name} done in {time.time() - started:.0f} s.")
+        say(f"Stage {kind}.")
+        recipe = recipe_of(run.saved, kind)
+        train_stage(run, STAGES[kind](run, recipe, **inputs), recipe, checkpoint)
+        say(f"Stage {kind} done in {time.time() - started:.0f} s.")
 
 def report(args):
     """eval.py's report, as a command of its own."""
-    if ann.rank_and_size()[1] > 1:
-        say(f"Done; python eval.py --out {args.out} shows what was learnt.")
-        return 0
     command = [sys.executable, Path(__file__).with_name("eval.py"), "--out", args.out]
-    for flag in ("task", "device", "search", "n_search"):
+    for flag in ("task", "device", "n_search"):
         if getattr(args, flag):
             command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     sys.stdout.flush()
@@ -1385,9 +1290,12 @@ def main(argv=None):
                 dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
             with alone_in(args.out):
                 train(args)
-            if args.stage in ("tome", "finetune") and not args.quiet:
-                return report(args)
-            return 0
+            if args.stage in ("memory", "batch-tome") or args.quiet:
+                return 0
+            if several:
+                say(f"Done; python eval.py --out {args.out} shows what was learnt.")
+                return 0
+            return report(args)
     except Stop as stop:
         say(str(stop))
         return 130
