@@ -1131,20 +1131,29 @@ def alone_in(out):
     if ann.rank_and_size()[0] > 0:
         yield
         return
+    is_new = not os.path.exists(out)
     os.makedirs(out, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
-        import fcntl            # not on Windows
+        lock(folder, out)
+        for path in Path(out).iterdir():
+            if path.is_symlink() and (path.name in ("world", "log.jsonl") or path.suffix == ".part"):
+                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
+        yield
+    finally:
+        os.close(folder)
+        if is_new:
+            with suppress(OSError):     # it is not empty
+                os.rmdir(out)
+
+def lock(folder, out):
+    try:
+        import fcntl                    # not on Windows
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"--out {out}: another train.py is at work there") from None
     except (OSError, ImportError):
         say(f"{out} cannot be locked: start no second train.py there.")
-    for path in Path(out).iterdir():
-        if path.is_symlink() and (path.name in ("world", "log.jsonl") or path.suffix == ".part"):
-            raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
-    yield
-    os.close(folder)
 
 # ---- Command line --------------------------------------------------------------------------------
 
