@@ -993,6 +993,7 @@ def settle(args):
     if args.start:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
     flags = {name: value for name, value in flags.items() if value is not None}
+    check_values({name: flags[name] for name in ("steps", "batch", "lr") if name in flags}, "--")
     saved["stages"] = saved["stages"] | {kind: before | flags}
     if args.task:
         saved["stages"][kind]["examples"] = None                # the toy world's

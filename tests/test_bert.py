@@ -397,7 +397,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "tokenizer.json")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
-    run = train.make_run(train.parse_arguments(["--stage", "tome", "--out", str(out)]))
+    run = train.load_run(out, train.read_run_file(out))
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_block, run.config.n_blocks) == (2, 1, blocks)
 
