@@ -604,7 +604,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
                          "mass_masked": mass.sum() / n,
                          "mass_visible": mass_visible.sum() / max(len(mass_visible), 1),
                          "n": len(mass)}
-        shares[name] = dict(zip(mentions[kind == number].tolist(), n_right / n_tokens.clip(1)))
+        shares[name] = dict(zip(mentions[kind == number].tolist(),
+                               (n_right / n_tokens.clip(1)).tolist()))
     return figures, shares
 
 def best_entities(scores, entity, k=20):
@@ -986,23 +987,22 @@ def settle(args):
     if init and (args.init or os.path.exists(init)):
         saved["published"] = describe_published(init, saved | {"published": None})
     settings_of(saved)
-    before = {}                                     # the flags by which the stage was begun
-    if (out / f"{kind}.pt").exists():
-        before = saved["stages"].get(kind, {})
     flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")}
-    if args.start:
-        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
     flags = {name: value for name, value in flags.items() if value is not None}
     check_values({name: flags[name] for name in ("steps", "batch", "lr") if name in flags}, "--")
-    saved["stages"] = saved["stages"] | {kind: before | flags}
-    if args.task:
-        saved["stages"][kind]["examples"] = None                # the toy world's
+    if args.start:
+        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
     if args.examples:
         data.read_examples(args.examples, args.task)            # said before hours of training
         files = [args.examples, *dev_files(args.examples)]
-        saved["stages"][kind]["examples"] = [checksum(file) for file in files]
+        flags["examples"] = [checksum(file) for file in files]
     elif args.task and corpus:
         raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
+    if (out / f"{kind}.pt").exists():               # what is left out stays as it was begun
+        begun = saved["stages"].get(kind, {})
+        flags = {name: begun[name] for name in begun if name != "examples"} | flags
+    others = {name: saved["stages"][name] for name in saved["stages"] if name != kind}
+    saved["stages"] = others | ({kind: flags} if flags else {})
     for name in stages_to(saved, kind):
         if name in STAGES:
             find_checkpoint(out, saved, name)

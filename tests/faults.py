@@ -254,7 +254,7 @@ def contents(out):
                 with suppress(ValueError, KeyError, TypeError):
                     record = json.loads(line)
                     held[name][record["stage"], record["step"]] = record
-                    del record["tokens_per_second"]
+                    del record["seconds"]
         else:
             held[name] = path.read_bytes()
     return held
