@@ -749,7 +749,7 @@ def clozes_of(run, example, rng):
     known = [entity for entity in known if entity == example.info.get("object")] or known
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
-# ---- The run folder ------------------------------------------------------------------------------
+# ==== Set apart: the run folder ===================================================================
 # run.json holds the flags that a run was started with. Each artefact (corpus, batch-tome, memory,
 # tome, claims, qa) has a recipe: all that determines it, which follows from run.json, and the
 # identities of what it is made from. It is used only where it was made by this very recipe. Files
@@ -880,6 +880,7 @@ def stage_of(kind):
     return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
 
 def is_done(checkpoint):
+    """Whether a stage has made, and evaluated, its last step."""
     return checkpoint is not None and checkpoint["evaluated"] >= checkpoint["recipe"]["steps"]
 
 def read_checkpoint(path):
@@ -896,16 +897,17 @@ def read_checkpoint(path):
 
 def find_checkpoint(out, saved, kind):
     """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that is
-    there was made by another recipe. Only a stage that is done has had a last learning rate."""
+    there was made by another recipe. A stage that is not done may go on at another --lr."""
     path, wanted = Path(out) / f"{kind}.pt", recipe_of(saved, kind)
     if not path.exists():
         return None
     checkpoint = read_checkpoint(path)
     with intact(path):
-        made = checkpoint["recipe"] if is_done(checkpoint) else \
-            checkpoint["recipe"] | {"lr": wanted["lr"]}
+        made = checkpoint["recipe"]
+        if not is_done(checkpoint):
+            made = made | {"lr": wanted["lr"]}
         compare(path, made, wanted)
-    return checkpoint | {"recipe": wanted}
+    return checkpoint
 
 @dataclass
 class Run:
@@ -1156,7 +1158,7 @@ def lock(folder, out):
     except (OSError, ImportError):
         say(f"{out} cannot be locked: start no second train.py there.")
 
-# ---- Command line --------------------------------------------------------------------------------
+# ==== Set apart: the command line =================================================================
 
 class Stop(BaseException):
     """Ctrl-C or SIGTERM. No Exception: what catches those must not catch it."""
