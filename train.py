@@ -1153,12 +1153,12 @@ def load_run(out, saved, device=None):
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
     return Run(Path(out), saved, settings, config, corpus, tokenizer, choose_device(device))
 
-def open_run(out, task=None, device=None, search="exact", n_search=None):
+def open_run(out, task=None, device=None, n_search=None):
     """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
     fast_matmul()
     run = load_run(out, read_run_file(out), device)
     tome, encoder = load_model(run, task or "tome")
-    return run, tome, open_memory(run, tome, encoder, buckets(search, n_search))[0]
+    return run, tome, open_memory(run, tome, encoder, n_search)[0]
 
 def sweep(out, kind, keep):
     """Removes what earlier commands left of this kind. What cannot be removed stays."""
@@ -1265,18 +1265,6 @@ def one_setting(text):
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"{text}: {name} is a {kind.__name__}") from None
 
-def add_search_arguments(parser):
-    parser.add_argument("--search", choices=("exact", "bucketed"), default="exact",
-                        help="of the memory (app. C.1)")
-    parser.add_argument("--n-search", type=data.at_least(1), help="buckets that --search bucketed "
-                        "looks into (default 32), of 4 sqrt(N) for N memories in a process")
-
-def buckets(search, n_search):
-    """How many buckets are searched; None: all memories are."""
-    if n_search and search != "bucketed":
-        raise UserError("--n-search goes with --search bucketed")
-    return (n_search or 32) if search == "bucketed" else None
-
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
              "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
@@ -1305,7 +1293,8 @@ def parse_arguments(argv):
     add("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of "
         "Settings or Config, such as memory=entities (a baseline); may be repeated")
     add("--quiet", action="store_true", help="no report at the end")
-    add_search_arguments(parser)
+    add("--n-search", type=data.at_least(1), help="buckets of the memory to search, of 4 sqrt(N) "
+        "(app. C.1); default: all memories")
     args = parser.parse_args(argv)
     for flag, stages in GOES_WITH.items():
         if getattr(args, flag) is not None and args.stage not in stages:
@@ -1320,7 +1309,7 @@ def train(args):
     """The stage named, after the stages before it that are not done."""
     flags = {name: getattr(args, name) for name in ("steps", "batch", "lr")}
     check_values({name: value for name, value in flags.items() if value is not None}, "--")
-    flags["n_search"] = buckets(args.search, args.n_search)
+    flags["n_search"] = args.n_search
     for name in ("examples", "append", "start"):        # said before hours of training, not after
         path = getattr(args, name)
         if path and not os.path.isfile(path) and (name, path) != ("start", "scratch"):
@@ -1364,7 +1353,7 @@ def report(args):
         say(f"Done; python eval.py --out {args.out} shows what was learnt.")
         return 0
     command = [sys.executable, Path(__file__).with_name("eval.py"), "--out", args.out]
-    for flag in ("task", "device", "search", "n_search"):
+    for flag in ("task", "device", "n_search"):
         if getattr(args, flag):
             command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     sys.stdout.flush()
