@@ -90,7 +90,7 @@ def figures_of(run, tome, memory, task, examples):
         cell["emptied"] = measure(memory.emptied())["accuracy"]
         # Only where every example names an article: nothing would be removed for the others.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
-            if {str(e.info.get(field)) for e in examples} <= corpus.article_index.keys():
+            if all(e.info.get(field) in corpus.titles for e in examples):
                 cell[name] = measure(memory, without=field)["accuracy"]
         if task == "qa":
             # A passage holds more than one of TOME's memories: this favours BM25 (app. B.4).
@@ -155,8 +155,8 @@ def show(run, tome, memory, task, item):
         text, batch = item.text, train.examples_batch(run, task, [item])
         words = {i: text[m.start:m.end] for i, m in enumerate(item.mentions)} | {-1: data.MASK}
     else:
-        text, batch = corpus.show_mention(item), data.eval_batch(corpus, [item])
-        words = {item: data.MASK}                       # by batch.mention
+        text, batch, task = corpus.show_mention(item), data.eval_batch(corpus, [item]), None
+        words = {item: data.MASK}                       # of the mentions to be shown
     batch = batch.to(run.device)
     H, layers = tome.eval()(batch.tokens, batch.attention_mask, batch, memory)
     found = [(f"{words[i]}, layer {n}", layer, m) for m, i in enumerate(batch.mention.tolist())
@@ -214,8 +214,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.ask:
         args.task, args.show = args.task or "qa", args.ask
-    if args.examples and not args.task:
-        parser.error("--examples wants --task qa or --task claims")
+    if args.examples and (args.show or not args.task):
+        parser.error("--examples goes with --task qa or --task claims, to be measured")
     try:
         run, tome, memory = train.open_run(args.out, args.task, args.device, args.n_search)
         if run.is_baseline and (args.show or args.memory_fraction < 1):
