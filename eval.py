@@ -44,14 +44,13 @@ def masked_mention_figures(run, tome, memory, n=1000):
     measured, pairs = train.evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
     for kind, cell in measured.items():
         n = cell["n"]
-        if pairs:
+        if n == 0:
+            cell = dict.fromkeys(cell) | {"n": 0}
+        elif pairs:
             queries = [(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
                         [corpus.passage_of(m)]) for m in pairs[kind]]
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
-            cell["bm25_entity"] = np.count_nonzero(ranks <= 1) / max(n, 1)
-            cell["bm25_entity@20"] = np.count_nonzero(ranks <= 20) / max(n, 1)
-        if n == 0:
-            cell = dict.fromkeys(cell) | {"n": 0}
+            cell |= {"bm25_entity": np.mean(ranks <= 1), "bm25_entity@20": np.mean(ranks <= 20)}
         mass[kind] = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")} | {"n": n}
         masked[kind] = {"memory": cell.pop("accuracy"), **cell}
     return {"masked_mention": masked, "same_entity_mass": mass}, pairs
@@ -69,7 +68,7 @@ def task_figures(run, tome, memory, task, path=None):
         cells += kinds.values()
     for name in sorted({"recall@20", "bm25_recall@20"} & cells[0].keys()):
         n = [cell["n"] for cell in cells]
-        figures[name] = float(np.average([cell[name] for cell in cells], weights=n))
+        figures[name] = np.average([cell[name] for cell in cells], weights=n)
     return figures
 
 def figures_of(run, tome, memory, task, examples):
@@ -78,14 +77,14 @@ def figures_of(run, tome, memory, task, examples):
     corpus, n, index = run.corpus, len(examples), run.corpus.entity_index
     measure = partial(train.task_accuracy, run, tome, task, examples)
     cell = measure(memory)
-    cell["memory"] = cell.pop("accuracy")
+    cell = {"memory": cell.pop("accuracy"), **cell}
     cell["without_memory"] = measure(memory, attend=False)["accuracy"]
     truths = [example.label for example in examples]
     if task == "qa":
         truths = [answer for example in examples for answer in set(example.answers)]
         known = [[index[a] for a in e.answers if a in index] for e in examples]
-        cell["answer_is_entity"] = np.count_nonzero([len(k) > 0 for k in known]) / n
-    cell["majority"] = float(np.unique(truths, return_counts=True)[1].max() / n)
+        cell["answer_is_entity"] = np.mean([len(answers) > 0 for answers in known])
+    cell["majority"] = np.unique(truths, return_counts=True)[1].max() / n
     if not run.is_baseline:
         cell["emptied"] = measure(memory.emptied())["accuracy"]
         # Only where every example names an article: nothing would be removed for the others.
@@ -97,7 +96,7 @@ def figures_of(run, tome, memory, task, examples):
             texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
             queries = [(text, answers, []) for text, answers in zip(texts, known)]
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
-            cell["bm25_recall@20"] = np.count_nonzero(ranks < np.inf) / n
+            cell["bm25_recall@20"] = np.mean(ranks < np.inf)
     return cell | {"interval": {key: wilson(x, n) for key, x in cell.items() if key != "n"}}
 
 def wilson(share, n, z=1.96):
@@ -131,7 +130,8 @@ def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
         for p in np.argsort(-scores, kind="stable")[:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
-        rivals, most = np.delete(votes, [0, *right, *visible]), votes[right].max(initial=0)
+        rivals = np.delete(votes, [0, *right, *visible])
+        most = votes[right].max(initial=0)
         ranks.append(1 + np.count_nonzero(rivals >= most) if most > 0 else np.inf)
     return np.array(ranks)
 
@@ -176,7 +176,7 @@ def show(run, tome, memory, task, item):
         for weight, row in zip(weights[:3], retrieved.ids[m].tolist()):
             if weight > 0:
                 train.say(f"    {weight:.2f}  {corpus.show_mention(memory.mention[row].item())}")
-    train.say(f"  says: {said}")
+    train.say(f"  says: {said or 'nothing'}")
 
 def show_where_it_helps(run, pairs):
     """The first ten held-out mentions that the model only fills in with its memory, and the first
@@ -197,7 +197,7 @@ def say_figures(figures, place=""):
             say_figures(value, f"{place}{key} ")
         elif value is not None and key != "interval":
             numbers = [*np.ravel(value), *figures.get("interval", {}).get(key, [])]
-            train.say(f"{place + key:<38}" + "".join(f"  {np.round(x, 3):<5}" for x in numbers))
+            train.say(f"{place + key:<38}" + "".join(f"{np.round(x, 3):>7}" for x in numbers))
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
