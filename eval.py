@@ -43,16 +43,16 @@ def masked_mention_figures(run, tome, memory, n=1000):
     masked, mass, corpus = {}, {}, run.corpus
     measured, pairs = train.evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
     for kind, cell in measured.items():
-        n = cell["n"]
+        n = cell.pop("n")
         if n == 0:
-            cell = dict.fromkeys(cell) | {"n": 0}
+            cell = dict.fromkeys(cell)
         elif pairs:
             queries = [(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
                         [corpus.passage_of(m)]) for m in pairs[kind]]
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
             cell |= {"bm25_entity": np.mean(ranks <= 1), "bm25_entity@20": np.mean(ranks <= 20)}
         mass[kind] = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")} | {"n": n}
-        masked[kind] = {"memory": cell.pop("accuracy"), **cell}
+        masked[kind] = {"memory": cell.pop("accuracy"), **cell, "n": n}
     return {"masked_mention": masked, "same_entity_mass": mass}, pairs
 
 def task_figures(run, tome, memory, task, path=None):
@@ -74,17 +74,13 @@ def task_figures(run, tome, memory, task, path=None):
 def figures_of(run, tome, memory, task, examples):
     """The cell of these examples, with what controls they allow and each figure's interval.
     "answer_is_entity": the share of questions that can be right, as the corpus has an answer."""
-    corpus, n, index = run.corpus, len(examples), run.corpus.entity_index
+    corpus, index = run.corpus, run.corpus.entity_index
+    known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.task_accuracy, run, tome, task, examples)
     cell = measure(memory)
+    n = cell.pop("n")
     cell = {"memory": cell.pop("accuracy"), **cell}
     cell["without_memory"] = measure(memory, attend=False)["accuracy"]
-    truths = [example.label for example in examples]
-    if task == "qa":
-        truths = [answer for example in examples for answer in set(example.answers)]
-        known = [[index[a] for a in e.answers if a in index] for e in examples]
-        cell["answer_is_entity"] = np.mean([len(answers) > 0 for answers in known])
-    cell["majority"] = np.unique(truths, return_counts=True)[1].max() / n
     if not run.is_baseline:
         cell["emptied"] = measure(memory.emptied())["accuracy"]
         # Only where every example names an article: nothing would be removed for the others.
@@ -97,7 +93,12 @@ def figures_of(run, tome, memory, task, examples):
             queries = [(text, answers, []) for text, answers in zip(texts, known)]
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
             cell["bm25_recall@20"] = np.mean(ranks < np.inf)
-    return cell | {"interval": {key: wilson(x, n) for key, x in cell.items() if key != "n"}}
+    truths = [e.label for e in examples]
+    if task == "qa":
+        truths = [answer for e in examples for answer in set(e.answers)]
+        cell["answer_is_entity"] = np.mean([len(answers) > 0 for answers in known])
+    cell["majority"] = np.unique(truths, return_counts=True)[1].max() / n
+    return cell | {"n": n, "interval": {name: wilson(share, n) for name, share in cell.items()}}
 
 def wilson(share, n, z=1.96):
     """Wilson's 95% interval of a share of n, sound also for few items and shares near 0 and 1."""
