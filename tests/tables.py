@@ -29,7 +29,6 @@ import train as training
 
 CORES = threading.Semaphore(1 if torch.cuda.is_available() else torch.get_num_threads())
 FAILED = threading.Event()              # after it no other command begins
-SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 ONE, TWO, KINDS, TASKS = "one_hop", "two_hop", ("seen", "unseen"), ("claims", "qa")
 
 def once(work):
@@ -58,18 +57,17 @@ def command(script, *args):
 
 # ------------------------------------------------------------------------------------------ runs
 
-RUNS = {        # flags of train.py
-    "no-memory": ["--set", "memory=none"], "entities-as-experts": ["--set", "memory=entities"],
-    "tome-1": [], "tome-2": ["--blocks", "2"],
-    "no-coreference": ["--set", "coref_weight=0"],
-    "no-entity-prediction": ["--set", "entity_weight=0"],
-    "mlm-alone": ["--set", "coref_weight=0", "--set", "entity_weight=0"],
-    "from-warm-up": ["--start", "{out}/no-memory-{seed}/tome.pt"],
-    "from-scratch": ["--start", "scratch"],
-    "all-entities": ["--corpus", "{out}/world-{seed}/corpus.jsonl"]}
-BASES = {       # runs that begin with the BATCH-TOME and the memory of another one
-    "tome-2": "tome-1", "no-entity-prediction": "tome-1", "from-warm-up": "tome-1",
-    "from-scratch": "tome-1", "mlm-alone": "no-coreference"}
+RUNS = {        # flags of train.py; the run whose BATCH-TOME and memory this one begins with
+    "no-memory": ("--set memory=none", None),
+    "entities-as-experts": ("--set memory=entities", None),
+    "tome-1": ("", None),
+    "tome-2": ("--blocks 2", "tome-1"),
+    "no-coreference": ("--set coref_weight=0", None),
+    "no-entity-prediction": ("--set entity_weight=0", "tome-1"),
+    "mlm-alone": ("--set coref_weight=0 --set entity_weight=0", "no-coreference"),
+    "from-warm-up": ("--start {out}/no-memory-{seed}/tome.pt", "tome-1"),
+    "from-scratch": ("--start scratch", "tome-1"),
+    "all-entities": ("--corpus {out}/world-{seed}/corpus.jsonl", None)}
 
 @once
 def evaluate(folder, *args):
@@ -77,6 +75,7 @@ def evaluate(folder, *args):
 
 def train(folder, *args, base=None, without=()):
     """train.py; what was finished is not done again. base: begin with the files of that run."""
+    folder = Path(folder)
     if base and not folder.exists():
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
@@ -99,12 +98,11 @@ def world(out, seed):
 def pretrained(out, name, seed):
     """The folder of a run when stage tome is done."""
     world(out, seed)                            # of all-entities
-    base = None
+    flags, base = RUNS[name]
     if name == "from-warm-up":
         pretrained(out, "no-memory", seed)
-    if name in BASES:
-        base = pretrained(out, BASES[name], seed)
-    flags = [flag.format(out=out, seed=seed) for flag in RUNS[name]]
+    base = base and pretrained(out, base, seed)
+    flags = [flag.format(out=out, seed=seed) for flag in flags.split()]
     return train(out / f"{name}-{seed}", "--stage", "tome", "--seed", seed, *flags, base=base,
                  without=("run.json", "tome.pt", "log.jsonl"))
 
@@ -114,18 +112,18 @@ def finetuned(out, name, seed, task, hops):
     two begin from questions about two, which have learnt to retrieve both facts, and then from
     claims about one, which have learnt to compare."""
     base = pretrained(out, name, seed)
-    folder = f"{base}-{task}-{hops}"
-    examples = world(out, seed) / f"{task}.{'one_hop' if hops == ONE else 'both'}.train.jsonl"
+    folder, world_of = f"{base}-{task}-{hops}", world(out, seed)
     flags = ["--stage", "finetune", "--task", task]
-    more = []
-    if hops == TWO and task == "qa":
-        more = ["--steps", 800]
-    elif hops == TWO:
-        questions = finetuned(out, name, seed, "qa", TWO) / "qa.pt"
-        first = train(Path(f"{folder}-first"), *flags, "--steps", 1200, "--start", questions,
-                      base=base)
-        more = ["--steps", 1600, "--lr", 1e-3, "--start", first / "claims.pt"]
-    return train(Path(folder), *flags, "--examples", examples, *more, base=base)
+    both = [*flags, "--examples", world_of / f"{task}.both.train.jsonl"]
+    if hops == ONE:
+        one = world_of / f"{task}.one_hop.train.jsonl"
+        return train(folder, *flags, "--examples", one, base=base)
+    if task == "qa":
+        return train(folder, *both, "--steps", 800, base=base)
+    start = finetuned(out, name, seed, "qa", TWO) / "qa.pt"
+    start = train(f"{folder}-first", *flags, "--steps", 1200, "--start", start, base=base)
+    return train(folder, *both, "--steps", 1600, "--lr", 1e-3, "--start", start / "claims.pt",
+                 base=base)
 
 # ---------------------------------------------------------------------------------------- tables
 # A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
@@ -164,7 +162,7 @@ def recall(out, seeds):
 def sizes(out, seeds):
     """Figure 2: fine-tuned with the whole memory, evaluated with a part of it."""
     rows = [["fraction of the memory", "claims: seen", "unseen", "questions: seen", "unseen"]]
-    for share in SIZES:
+    for share in (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
         rows.append([f"{share:.0%}", *(
             (figure, out, "tome-1", [0], task, ONE, kind, "memory", "--memory-fraction", share)
             for task in TASKS for kind in KINDS)])

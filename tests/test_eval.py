@@ -1,6 +1,5 @@
 """Real tasks, their controls and figures, what was retrieved, BM25.   python -m pytest tests/test_eval.py"""
 import contextlib
-import html
 import io
 import json
 import math
@@ -148,21 +147,16 @@ def test_published_tasks_are_measured(run, tmp_path, capsys, name):
     for control in controls:
         low, high = cell["interval"][control]
         assert 0 <= low <= cell[control] <= high <= 1
-    low, high = cell["interval"]["memory"]
     assert evaluate(run, "--task", task, "--examples", path) == 0
-    assert f"   memory {cell['memory']:.3f} ({low:.3f} to {high:.3f})   " in capsys.readouterr().out
+    rows = {words[1]: list(map(float, words[2:])) for words in map(str.split, capsys.readouterr().out.splitlines())}
+    assert rows == {"n": [cell["n"]]} | {x: pytest.approx([cell[x], *cell["interval"][x]], abs=6e-4) for x in controls}
 
-@pytest.mark.parametrize("task, records, what", [
-    ("claims", [{"text": c, "label": None} for c in CLAIMS], "no label and no answer"),
-    ("qa", [{"question": q, "answers": []} for q, _ in QUESTIONS], "no label and no answer")])
-def test_a_test_file_is_shown_but_not_measured(run, tmp_path, capsys, task, records, what):
-    path = write(tmp_path / "test.jsonl", records)
-    assert evaluate(run, "--task", task, "--examples", path) == 1
-    message = capsys.readouterr().err
-    assert f"{path}: {what}" in message and message.count("\n") == 1
-    assert evaluate(run, "--task", task, "--examples", path, "--show", 2) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("says: ") == 2 and "truth" not in printed
+def test_a_file_without_a_label_or_an_answer_is_not_measured(run, tmp_path, capsys):
+    for task, record in (("claims", {"text": "One.", "label": None}), ("qa", {"question": "Who?", "answers": []})):
+        path = write(tmp_path / "test.jsonl", [record])
+        assert evaluate(run, "--task", task, "--examples", path) == 1
+        message = capsys.readouterr().err
+        assert f"{path}: no label and no answer" in message and message.count("\n") == 1
 
 def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(run, tmp_path):
     loaded, tome, memory = train.open_run(run)
@@ -232,56 +226,53 @@ def test_wilsons_interval_holds_the_shares_that_the_count_does_not_reject():
         assert 0 <= low <= right / n <= high <= 1
     assert evaluation.wilson(0, 10)[0] == 0 and evaluation.wilson(1, 10)[1] == 1
 
+def plain_bm25(corpus, passages, query, special):
+    """{passage: its score}, token by token."""
+    k1, b = 0.9, 0.4
+    words = {int(p): [t for t in corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
+                      if t not in special] for p in passages}
+    scores = Counter()
+    for t in query:
+        df = sum(t in text for text in words.values())
+        for p, text in words.items():
+            tf, norm = text.count(t), k1 * (1 - b + b * len(text) * len(words) / sum(map(len, words.values())))
+            scores[p] += math.log(1 + (len(words) - df + .5) / (df + .5)) * tf * (k1 + 1) / (tf + norm)
+    return +scores
+
+def best(scores, k):
+    return sorted(scores, key=lambda p: (-round(scores[p], 9), p))[:k]
+
 @pytest.mark.parametrize("passages", [slice(None), slice(3, None, 4), slice(0)])
 def test_bm25_is_robertsons_formula_and_a_hit_a_passage_with_a_linked_mention_of_an_answer(run, passages):
     loaded = train.open_run(run)[0]
-    corpus, k1, b = loaded.corpus, 0.9, 0.4
-    chosen, special = np.arange(len(corpus.article))[passages], set(corpus.special.values())
-    texts = {int(p): [t for t in corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
-                      if t not in special] for p in chosen}
-    mean = sum(map(len, texts.values())) / max(len(texts), 1)
-    for query in ("Who likes tea?", "Clara Marek taught Felix", "Here again was Edith Sorel too", "\u2603", ""):
-        scores = {}
-        for p, words in texts.items():
-            score = 0.0
-            for t in loaded.tokenizer.encode(query, add_special_tokens=False).ids:
-                df = sum(t in other for other in texts.values())
-                tf = words.count(t)
-                score += (math.log(1 + (len(texts) - df + .5) / (df + .5)) * tf * (k1 + 1)
-                          / (tf + k1 * (1 - b + b * len(words) / mean)))
-            if score:
-                scores[p] = score
+    corpus, chosen = loaded.corpus, np.arange(len(loaded.corpus.article))[passages]
+    for text in ("Who likes tea?", "Clara Marek taught Felix", "Here again was Edith Sorel too", "\u2603", ""):
+        tokens = loaded.tokenizer.encode(text, add_special_tokens=False).ids
+        scores = plain_bm25(corpus, chosen, tokens, set(corpus.special.values()))
         for k in (1, 3, 20):
-            best = sorted(scores, key=lambda p: (-round(scores[p], 9), p))[:k]
-            linked = {corpus.entity_names[e] for p in best for e in corpus.passage_entities(p)}
-            for answers in (NAMES[:1], NAMES[2:3], NAMES[5:7], ["tea"], []):
-                example = data.Example(query, [], None, answers, {})
-                assert evaluation.bm25_recall(loaded, chosen, [example], k) == bool(linked & set(answers))
+            linked = {e for p in best(scores, k) for e in corpus.passage_entities(p)}
+            answers = [[corpus.entity_index[a] for a in names] for names in (NAMES[:1], NAMES[2:3], NAMES[5:7], [])]
+            ranks = evaluation.bm25_ranks(corpus, chosen.tolist(), [(tokens, right, []) for right in answers], k)
+            assert (ranks < np.inf).tolist() == [bool(linked & set(right)) for right in answers]
 
 def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_that_stands_there(run):
     loaded = train.open_run(run)[0]
-    corpus, mentions = loaded.corpus, train.sample_eval_mentions(loaded, 30)
+    corpus, mentions, k, ranks, queries = loaded.corpus, train.sample_eval_mentions(loaded, 30), 3, [], []
     every, special = list(range(len(corpus.article))), set(corpus.special.values())
-    words = {p: corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist() for p in every}
-    texts = {p: [t for t in words[p] if t not in special] for p in every}
-    mean, ranks, k = sum(map(len, texts.values())) / len(texts), [], 3
     for m in mentions:
         own, entity = int(corpus.passage_of(m)), corpus.mention_entity[m]
-        rest = words[own][:corpus.mention_start[m]] + words[own][corpus.mention_end[m] + 1:]
-        scores = {}
-        for p in set(every) - {own}:
-            for t in set(rest) - special:
-                df, tf = sum(t in text for text in texts.values()), texts[p].count(t)
-                scores[p] = scores.get(p, 0) + rest.count(t) * (math.log(1 + (len(texts) - df + .5) / (df + .5)) * tf * 1.9
-                                                                / (tf + .9 * (.6 + .4 * len(texts[p]) / mean)))
-        best = sorted(scores, key=lambda p: (-round(scores[p], 9), p))[:k]
+        text = corpus.tokens[corpus.passage_start[own]:corpus.passage_start[own + 1]].tolist()
+        rest = text[:corpus.mention_start[m]] + text[corpus.mention_end[m] + 1:]
+        scores = plain_bm25(corpus, every, [t for t in rest if t not in special], special)
+        del scores[own]
         there = set(corpus.passage_entities(own).tolist()) - {entity} | {0}
-        votes = {}
-        for p in best:
+        votes = Counter()
+        for p in best(scores, k):
             for e in set(corpus.passage_entities(p).tolist()) - there:
-                votes[e] = votes.get(e, 0) + scores[p]
+                votes[e] += scores[p]
         ranks.append(sum(vote >= votes[entity] for vote in votes.values()) if entity in votes else math.inf)
-    assert evaluation.bm25_ranks(loaded, every, mentions, k).tolist() == ranks
+        queries.append((rest, [entity], [own]))
+    assert evaluation.bm25_ranks(corpus, every, queries, k).tolist() == ranks
     assert min(ranks) <= k and ranks.count(math.inf)
 
 def test_withheld_entities_are_evaluated_apart_and_a_gain_has_the_interval_of_paired_differences(run):
@@ -307,39 +298,38 @@ def test_withheld_entities_are_evaluated_apart_and_a_gain_has_the_interval_of_pa
             half = 1.96 * np.std(gains, ddof=1) / len(gains) ** .5
             np.testing.assert_allclose(values["gain"], [np.mean(gains), np.mean(gains) - half, np.mean(gains) + half], atol=1e-6)
 
-def retrieved(lines):
-    """{words: {layer: [(weight, passage), …]}} of the lines that show one text."""
-    shown = {}
-    for line in lines:
-        found = re.fullmatch(r"    (layer \d|answer)  (\d\.\d\d)  (.+: .*\[.+\].*)", line)
-        if found:
-            shown[words].setdefault(found[1], []).append((float(found[2]), found[3]))
-        elif not line.startswith(("\n", "  says: ", "  truth: ")):
-            words = line.removeprefix("  ")
-            shown[words] = {}
+def retrieved(text):
+    """[(words, layer), [(weight, passage), …]] of what is printed of one text."""
+    shown = []
+    for line in text.splitlines():
+        if found := re.fullmatch(r"    (\d\.\d\d)  (.+: .*\[.+\].*)", line):
+            shown[-1][1].append((float(found[1]), found[2]))
+        elif found := re.fullmatch(r"  (.+), layer (\d)", line):
+            shown.append(((found[1], int(found[2])), []))
     return shown
 
 def test_what_is_shown_is_what_each_layer_retrieved(run, capsys):
     loaded, tome, memory = train.open_run(run)
     text = "Alma Verran was taught by Boris Holt."
     example = evaluation.example_of(loaded, text)
-    lines = list(evaluation.show_examples(loaded, tome.train(), memory, None, [example]))     # no dropout
-    shown = retrieved(lines)
-    assert lines[0] == "\n" + text and list(shown) == ["Alma Verran", "Boris Holt"]
+    evaluation.show(loaded, tome.train(), memory, None, example)        # no dropout
+    printed = capsys.readouterr().out
+    shown = dict(retrieved(printed))
+    assert printed.startswith(f"\n{text}\n") and shown.keys() == {(n, i) for n in ("Alma Verran", "Boris Holt") for i in (1, 2)}
     index = {name: i for i, name in enumerate(loaded.corpus.entity_names)}
     batch = data.example_batch([example], "claims", loaded.tokenizer, index)
     with torch.no_grad():
         H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
         for layer, block in enumerate(tome.blocks, 1):
             query = block.memory_attention.query(H, batch.row, batch.start, batch.end)
-            for layers, scores in zip(shown.values(), query @ memory.keys.T):
+            for name, scores in zip(("Alma Verran", "Boris Holt"), query @ memory.keys.T):
                 best, rows = scores.softmax(0).sort(descending=True)
                 top = best[:3] / best[:tome.config.k].sum()
-                assert [weight for weight, _ in layers[f"layer {layer}"]] == pytest.approx(top.tolist(), abs=0.0051)
-                assert layers[f"layer {layer}"][0][1] == loaded.corpus.show_mention(int(memory.mention[rows[0]]))
+                assert [weight for weight, _ in shown[name, layer]] == pytest.approx(top.tolist(), abs=0.0051)
+                assert shown[name, layer][0][1] == loaded.corpus.show_mention(int(memory.mention[rows[0]]))
             H = block.transformer(block.memory_attention(H, batch, memory)[0], batch.attention_mask)
     assert evaluate(run, "--show", text) == 0
-    assert capsys.readouterr().out == "\n".join(lines) + "\n"
+    assert capsys.readouterr().out == printed
 
 def test_an_article_is_only_taken_away_where_every_example_names_one(run, tmp_path):
     path = write(tmp_path / "claims.jsonl", [{"text": f"{NAMES[i]} met {NAMES[i + 1]}.", "label": "SUPPORTS", "subject": subject}
@@ -356,12 +346,13 @@ def test_an_article_is_only_taken_away_where_every_example_names_one(run, tmp_pa
 @pytest.mark.parametrize("text, plain, words", (
         ("Alma Verran's [teacher] met Boris Holt.", "Alma Verran's teacher met Boris Holt.", ["Alma Verran", "teacher", "Boris Holt"]),
         ("Who taught the [old friend]?", "Who taught the old friend?", ["old friend"]),               # no name at all
-        ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt []", ["friend of Alma Verran", "Boris Holt"])))
-def test_what_a_typed_text_has_in_brackets_is_a_mention(run, text, plain, words):
+        ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt ", ["friend of Alma Verran", "Boris Holt"])))
+def test_what_a_typed_text_has_in_brackets_is_a_mention(run, capsys, text, plain, words):
     loaded, tome, memory = train.open_run(run)
     example = evaluation.example_of(loaded, text)
     assert example.text == plain and [plain[m.start:m.end] for m in example.mentions] == words
-    assert list(retrieved(evaluation.show_examples(loaded, tome, memory, None, [example]))) == words
+    evaluation.show(loaded, tome, memory, None, example)
+    assert [x[0] for x in retrieved(capsys.readouterr().out)] == [(word, i) for word in words for i in (1, 2)]
 
 def test_what_is_typed_is_printed_without_control_characters_and_flags_that_do_not_fit_are_refused(run, capsys):
     assert evaluate(run, "--show", "\x1b[31m Nobody \u202e at all.") == 1
@@ -370,17 +361,8 @@ def test_what_is_typed_is_printed_without_control_characters_and_flags_that_do_n
         evaluate(run, "--show", "--json")
     assert evaluate(run, "--show", 2) == 0 and capsys.readouterr().out.count("says: ") == 2
 
-def test_the_page_holds_what_is_printed_escaped(run, tmp_path, capsys):
-    text = f"{EVIL} was taught by {NAMES[0]}."
-    assert evaluate(run, "--show", text, "--html", tmp_path / "page.html") == 0
-    assert evaluate(run, "--show", text) == 0
-    page = (tmp_path / "page.html").read_text()
-    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; Co" in page
-    assert set(re.findall(r"</?(\w+)", page)) == {"meta", "pre"}, "what the data says is no markup"
-    assert capsys.readouterr().out in html.unescape(page).replace("</pre>", "")
-
-def test_a_verdict_is_of_the_masked_mention_where_two_stand_in_one_passage(run, monkeypatch):
-    """The model always says "tea", which no mention is, for each token of the masked mention."""
+def test_what_is_said_is_of_the_masked_mention_where_two_stand_in_one_passage(run, monkeypatch, capsys):
+    """The model always says "tea", for each token of the masked mention."""
     loaded, tome, memory = train.open_run(run)
     mentions = train.sample_eval_mentions(loaded, 5)
     passages = loaded.corpus.passage_of(mentions).tolist()
@@ -388,11 +370,12 @@ def test_a_verdict_is_of_the_masked_mention_where_two_stand_in_one_passage(run, 
     tea = loaded.tokenizer.encode("tea", add_special_tokens=False).ids[:1]
     logits = torch.nn.functional.one_hot(torch.tensor(tea), loaded.config.vocab_size)
     monkeypatch.setattr(tome, "mlm_logits", lambda H, target_index: logits.expand(len(target_index), -1))
-    lines = list(evaluation.show_masked(loaded, tome, memory, 5))
-    assert [line for line in lines if line.startswith("\n")] == [f"\n{loaded.corpus.show_mention(m)}" for m in mentions]
-    assert [line for line in lines if "says" in line] == [
-        f"  says: {loaded.tokenizer.decode(len(data.eval_batch(loaded.corpus, m[None]).target) * tea)}   (wrong)"
-        for m in mentions]
+    for m in mentions:
+        evaluation.show(loaded, tome, memory, None, m)
+        said = loaded.tokenizer.decode(len(data.eval_batch(loaded.corpus, m[None]).target) * tea)
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"\n{loaded.corpus.show_mention(m)}\n") and printed.endswith(f"  says: {said}\n")
+        assert [x[0] for x in retrieved(printed)] == [(data.MASK, 1), (data.MASK, 2)]
 
 def test_figures_of_no_mention_are_null(run, monkeypatch, capsys):
     monkeypatch.setattr(train, "sample_eval_mentions", lambda run, n: np.zeros(0, int))
@@ -401,14 +384,6 @@ def test_figures_of_no_mention_are_null(run, monkeypatch, capsys):
     for key in ("masked_mention", "same_entity_mass"):
         for cell in figures[key].values():
             assert cell.pop("n") == 0 and len(cell) > 1 and set(cell.values()) == {None}
-
-def test_ctrl_c_is_one_sentence(run, monkeypatch, capsys):
-    def interrupted(*args):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(train, "evaluate_memory", interrupted)
-    assert evaluate(run, "--json") == 130
-    message = capsys.readouterr().err
-    assert "eval.py: stopped" in message and message.count("\n") == 1
 
 def test_the_report_is_whole_on_a_terminal_that_is_not_utf_8(run):
     """In a program of its own: figures, then what mentions retrieve."""
