@@ -260,6 +260,8 @@ def main(argv=None):
         return 0
     except (data.UserError, CheckpointError, OSError) as error:
         return data.complain("eval.py", error)
+    except KeyboardInterrupt:
+        return data.complain("eval.py", "stopped; nothing was changed")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8

@@ -702,13 +702,11 @@ def dev_files(path):
     dev = path.with_name(path.name.replace("train", "dev"))
     return [dev] if dev != path and dev.is_file() else []
 
-def read_examples(run, task, path, known=True):
-    """The examples of a file, each with its mentions. known: only those with a label or answer."""
-    examples = data.read_examples(path, task)
-    if known:
-        examples = [e for e in examples if task == "qa" or e.label is not None]
-        if not any(e.label is not None or e.answers for e in examples):
-            raise UserError(f"{path}: no label and no answer; python eval.py --show needs none")
+def read_examples(run, task, path):
+    """The examples of a file that have a label, or are questions, each with its mentions."""
+    examples = [e for e in data.read_examples(path, task) if task == "qa" or e.label is not None]
+    if not any(e.label is not None or e.answers for e in examples):
+        raise UserError(f"{path}: no example has a label or an answer")
     missing = sum(e.mentions is None for e in examples)
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
