@@ -71,8 +71,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens):
-        T = tokens.shape[1]                                         # at most max_positions
-        x = self.word(tokens) + self.position.weight[:T] + self.segment.weight[0]
+        x = self.word(tokens) + self.position.weight[:tokens.shape[1]] + self.segment.weight[0]
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
 # No padding is computed. A layer reads the n tokens of the whole batch as rows, x (n, hidden). Only
@@ -162,11 +161,11 @@ def init_weights(module, std):
         nn.init.zeros_(module.bias)
 
 # ---- Published weights ---------------------------------------------------------------------------
-# The folder of a BERT, or a file of the paper's own code (JAX, flax). A reader of each returns
-# tensors under the names in it; read_weights gives them those of tome.TOME.
+# They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
+# each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Our name of a part, BERT's, the paper's code's; from `initial` on, that code's alone. Names are
-# replaced from top to bottom: a name stands above one that is a part of it.
+# Our name of a part, BERT's, and that of the paper's code; then parts that BERT lacks; then endings.
+# They are replaced from top to bottom: a name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
@@ -221,8 +220,7 @@ def read_weights(path, config):
     for query in [name for name in state if ".attention.query." in name]:
         parts = [state.pop(query.replace("query", part)) for part in ("query", "key", "value")]
         state[query.replace("query", "qkv")] = torch.cat(parts)
-    # The paper's code makes z of eq. 10 by two linear maps, one after the other; ours is their
-    # product.
+    # Their z of eq. 10 is made by two linear maps, one after the other. Ours is their product.
     if "answer.linear.weight" in state:
         second = state["answer.linear.weight"]
         state["answer.linear.weight"] = second @ state.pop("coref.linear.weight")
@@ -251,13 +249,12 @@ def read_bert(folder, config):
         file = folder / "pytorch_model.bin"
     tensors = torch.load(file, map_location="cpu", weights_only=True)
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
-    n_initial = n_layers - config.n_block
-    if n_initial < 1:
+    places = [f"initial.layers.{i}" for i in range(n_layers - config.n_block)]
+    if not places:
         raise ValueError(f"of {n_layers} layers none is left below the {config.n_block} of n_block")
-    places = [f"initial.layers.{i}" for i in range(n_initial)]
     places += [f"blocks.0.transformer.layers.{i}" for i in range(config.n_block)]
     tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
-    return config, {re.sub(r"^encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])], name):
+    return config, {re.sub(r"encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])], name):
                     tensor for name, tensor in tensors.items()}
 
 def read_flax(file, config):
@@ -269,7 +266,7 @@ def read_flax(file, config):
     tree = tree.get("params", {"encoder": tree})
     tree |= tree.pop("encoder")
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
-    # A TOME may still hold the memory layer, keys and values of the BATCH-TOME that it was.
+    # What a TOME still holds of its BATCH-TOME, a third memory layer, keys and values, is not used.
     if config.n_blocks == 1:
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")

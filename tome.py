@@ -4,13 +4,11 @@
     M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock            eq. 2, 3
     Hl = TOMEBlock_l(Hl-1),    l = 1 ... L        TOME-1: L = 1, TOME-2: L = 2          eq. 5
 
-    tokens (B, T) -> H (B, T, hidden), and what each memory layer retrieved
-
-The Mention Encoder is the same Transformer, read without its memory layers, with two
-SpanEncodingLayers on top: key and value (§2.1.1). BATCH-TOME trains it. The batch is read twice:
-first by the Mention Encoder, whose mentions become the batch memory, then by TOME, which attends
-to it (§2.3). TOME continues from BATCH-TOME's weights over the frozen memory of the whole corpus
-(§2.4), and answers with the entity that its last retrieval names (eq. 10).
+The Mention Encoder is the same Transformer without its memory layers, with two SpanEncodingLayers
+on top: key and value (§2.1.1). BATCH-TOME trains it. It reads a batch twice: first as the Mention
+Encoder, whose mentions become the batch memory, then as TOME, which attends to it (§2.3). TOME goes
+on from its weights, over the frozen memory of the whole corpus (§2.4), and answers with the entity
+that its last retrieval names (eq. 10).
 
 B passages of T tokens, M mentions of the whole batch, K retrieved memories of each, L masked
 tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are alpha.
@@ -62,7 +60,6 @@ class TOME(nn.Module):
 
     def read_blocks(self, H, attention_mask, mentions=None, memory=None):
         """H0 -> H_L (B, T, hidden), and a list: what each memory layer retrieved, eq. 5.
-
         mentions: a Batch, or anything with row, start, end, passage (M,)."""
         found = []
         for block in self.blocks:
@@ -86,8 +83,8 @@ class MentionEncoder(nn.Module):
         self.tome = tome                                        # shared with BATCH-TOME (§4.1)
         self.key = SpanEncodingLayer(config.hidden, config.key_dim)
         self.value = SpanEncodingLayer(config.hidden, config.value_dim)
-        for layer in (self.key, self.value):
-            layer.apply(lambda module: init_weights(module, config.init_std))
+        init_weights(self.key.linear, config.init_std)
+        init_weights(self.value.linear, config.init_std)
 
     def forward(self, tokens, attention_mask, row, start, end):
         H, _ = self.tome(tokens, attention_mask)
@@ -96,9 +93,10 @@ class MentionEncoder(nn.Module):
     @property
     def fingerprint(self):
         """Names this encoder by its weights: a memory belongs to the one that wrote it."""
-        weights = sorted(self.state_dict().items())
-        parts = [name.encode() + tensor.cpu().numpy().tobytes() for name, tensor in weights]
-        return hashlib.sha256(b"".join(parts)).hexdigest()
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
 
 class BatchTOME(nn.Module):
     """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends to it.
@@ -108,7 +106,7 @@ class BatchTOME(nn.Module):
         self.config = tome.config
         self.encoder = MentionEncoder(tome)
         self.coref = SpanEncodingLayer(tome.config.hidden, tome.config.coref_dim)   # z of app. A.2
-        self.coref.apply(lambda module: init_weights(module, tome.config.init_std))
+        init_weights(self.coref.linear, tome.config.init_std)
 
     @property
     def tome(self):
@@ -118,9 +116,8 @@ class BatchTOME(nn.Module):
         """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
         mask = batch.attention_mask
         H0 = self.tome.read_initial(batch.tokens, mask)
-        # The Mention Encoder reads the unmasked text: the memory holds what the text says, not what
-        # masking left of it (our choice: the paper does not say). A passage never attends to its
-        # own mentions, so nothing leaks.
+        # The memory is of the unmasked text (our choice: the paper does not say). A passage never
+        # attends to its own mentions, so nothing leaks.
         linked = batch.entity > 0
         spans = batch.row[linked], batch.start[linked], batch.end[linked]
         keys, values = self.encoder(batch.unmasked, mask, *spans)
@@ -141,13 +138,13 @@ def mlm_loss(logits, target):
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: z of two mentions should be alike where they name one entity, and else not.
+    """App. A.2: mentions of one entity should have similar z, mentions of different ones not.
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Positives of a linked mention
-    are the mentions of its entity in other passages, of all processes; negatives are the mentions
-    of other entities there. Its loss is the mean over its positives of the cross-entropy of that
-    positive against all negatives (as in the appendix's text and the public code; its formula sums
-    inside the logarithm). The result is the mean over mentions that have a positive."""
+    are the mentions of its entity in other passages, of all processes; its negatives are all other
+    linked mentions there. Its loss is the mean over its positives of the cross-entropy of that one
+    against all negatives. (So say the appendix's text and the public code; the appendix's formula
+    sums inside the logarithm.) The result is the mean over the mentions that have a positive."""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -166,11 +163,11 @@ def coreference_loss(z, entity, passage):
     return share_of_mean(mean[n_positive > 0])
 
 def entity_prediction_loss(scores, memory_entity, entity):
-    """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions of which a memory of the
-    same entity was retrieved (§2.4).
+    """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions that retrieved a memory of
+    their entity (§2.4).
 
-    scores (M, K) z . MemKey of the retrieved memories (-inf: none), memory_entity (M, K),
-    entity (M,) 0 = not linked -> scalar."""
+    scores (M, K) z . MemKey (-inf: none), memory_entity (M, K), entity (M,) 0 = not linked ->
+    scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
     counted = (entity > 0) & same.any(-1)           # the other rows would be a logsumexp of nothing
     scores, same = scores[counted], same[counted]
@@ -182,9 +179,8 @@ class Answer(NamedTuple):
     probability: torch.Tensor       # (M,) its EntProb
 
 def predict_entity(scores, memory_entity):
-    """Eq. 10 and its argmax: the entity with the largest sum of attention weights.
-
-    scores, memory_entity (M, K) -> Answer."""
+    """Eq. 10 and its argmax, the entity with the largest sum of attention weights. scores,
+    memory_entity (M, K) -> Answer."""
     weights = attention_weights(scores)                                         # (M, K)
     entities, which = memory_entity.unique(return_inverse=True)                 # (n,), (M, K)
     sums = weights.new_zeros(len(weights), len(entities)).scatter_add(1, which, weights)
@@ -214,9 +210,8 @@ def answer_question(tome, H, batch, memory):
                            tome.config.k_answer_shard)
 
 def answer_loss(tome, memory, query, batch):
-    """Entity prediction at the masked mentions of the n rows that have an answer.
-
-    query (n, d_K) -> scalar. A row whose answer is not retrieved does not count (§2.4)."""
+    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) ->
+    scalar. A row whose answer is not retrieved does not count (§2.4)."""
     asked = batch.answer > 0
     passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
     found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
@@ -240,15 +235,14 @@ def start_positions(model):
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets the key, query and answer layers in closed form, from a few batches in which half of the
-    mentions are masked. (Random projections of [H_s; H_e] find nothing: most of it is the same for
-    every mention.)
+    mentions are masked. Random ones find nothing: [H_s; H_e] is mostly the same for all mentions.
 
     A key starts as the whitened principal components of [H_s; H_e] in the unmasked text: n <= d_K
     directions, each of variance self_score / n, so that the mean score of a key with itself is
     self_score. 20 makes the softmax prefer one key among thousands. A query, and z of eq. 10,
-    starts as the linear map from what its layer reads of a mention in the masked text to the mean
-    key of the mention's entity. Fitted to its own key in an unmasked text, it looks for the form of
-    a name, which a masked mention lacks: on real text it then finds its entity in 1%, so in 10%."""
+    starts as the linear map from [H_s; H_e] in the masked text to the mean key of the mention's
+    entity. On real text it then finds its entity one time in ten; fitted to its own key, it looks
+    for the form of the name, which a masked mention lacks, and finds it one time in a hundred."""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)
@@ -271,8 +265,8 @@ def fit_retrieval(model, batches, self_score=20.0):
     key.bias.copy_(-W @ mean)
     keys = (X - mean) @ W.T                                                     # (m, d_K)
     _, which, count = entity.unique(return_inverse=True, return_counts=True)
-    total = keys.new_zeros(len(count), keys.shape[1]).index_add(0, which, keys)
-    wanted = (total / count[:, None])[which]                                    # (m, d_K)
+    total = torch.zeros_like(keys).index_add(0, which, keys)[which]
+    wanted = total / count[which, None]                                         # (m, d_K)
     for block in tome.blocks:                   # of BATCH-TOME: one
         fit_linear(block.memory_attention.query.linear, queries, wanted, self_score)
     fit_linear(tome.answer.linear, answers, wanted, self_score)
@@ -291,9 +285,8 @@ def fit_linear(layer, X, wanted, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
-    The n_block Transformer layers above it are dealt out to TOME's blocks in their order, or
-    copied, where there is one. Every memory layer starts as a copy of that one: with two from the
-    first step, the second never found a use, since one retrieval is enough there."""
+    The Transformer layers above it are dealt out to TOME's blocks in their order, or copied, where
+    there is one. So is the memory layer: with two from the first step, the second found no use."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):
         for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
@@ -310,10 +303,11 @@ def part_of(state, prefix):
             for name, tensor in state.items() if name.startswith(prefix)}
 
 def read_published(path, config):
-    """Published weights, a BERT's folder or a file of the paper's own code, as part of BatchTOME:
+    """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
-    (`config` with their sizes, state dictionary, names of the parts that they lack, names of theirs
-    that have no place here). A BERT is one block; split_into_blocks makes two. CheckpointError."""
+    config: `config` with their sizes; a BERT is one block, which split_into_blocks shares out.
+    state: a state dictionary of the parts of BatchTOME that are there; lacks: names of the others;
+    unused: names of parts that BatchTOME does not have. Raises CheckpointError."""
     try:
         config, found = read_weights(path, config)
         with torch.device("meta"):                              # shapes without numbers
@@ -321,12 +315,11 @@ def read_published(path, config):
         names = {name.removeprefix("encoder.").removeprefix("tome."): name
                  for name in model.state_dict()}
         ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
-        # A part may be missing, but as a whole. Else a KeyError names what is missing of it.
+        # A part may be missing as a whole. Where it is there in part, the KeyError names the rest.
         state = {names[name]: found[name] for name in names if part_name(name) in theirs}
         model.load_state_dict(state, strict=False, assign=True)     # refuses another shape
     except Exception as error:                          # a stranger's file can be wrong in any way
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        reason = " ".join(reason.split())[:200] or type(error).__name__
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CheckpointError(f"{path} cannot be read as a BERT or as weights of the paper's own "
                               f"code ({reason})") from None
     lacks = [part for part in ours if part not in theirs]
