@@ -164,7 +164,7 @@ def init_weights(module, std):
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Our name of a part, BERT's, and that of the paper's code; then parts that BERT lacks; then endings.
+# Our name of a part, BERT's, and the paper's code's; then parts that BERT lacks; then endings.
 # They are replaced from top to bottom: a name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids

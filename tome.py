@@ -4,11 +4,10 @@
     M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock            eq. 2, 3
     Hl = TOMEBlock_l(Hl-1),    l = 1 ... L        TOME-1: L = 1, TOME-2: L = 2          eq. 5
 
-The Mention Encoder is the same Transformer without its memory layers, with two SpanEncodingLayers
-on top: key and value (§2.1.1). BATCH-TOME trains it. It reads a batch twice: first as the Mention
-Encoder, whose mentions become the batch memory, then as TOME, which attends to it (§2.3). TOME goes
-on from its weights, over the frozen memory of the whole corpus (§2.4), and answers with the entity
-that its last retrieval names (eq. 10).
+The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
+give keys and values (§2.1.1). BATCH-TOME trains it: it reads a batch with the Mention Encoder, then
+again as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
+over the frozen memory of the whole corpus (§2.4). Its last retrieval names the answer (eq. 10).
 
 B passages of T tokens, M mentions of the whole batch, K retrieved memories of each, L masked
 tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are alpha.
@@ -164,10 +163,8 @@ def coreference_loss(z, entity, passage):
 
 def entity_prediction_loss(scores, memory_entity, entity):
     """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions that retrieved a memory of
-    their entity (§2.4).
-
-    scores (M, K) z . MemKey (-inf: none), memory_entity (M, K), entity (M,) 0 = not linked ->
-    scalar."""
+    their entity (§2.4). scores (M, K) z . MemKey (-inf: none), memory_entity (M, K), entity (M,)
+    0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
     counted = (entity > 0) & same.any(-1)           # the other rows would be a logsumexp of nothing
     scores, same = scores[counted], same[counted]
@@ -218,9 +215,9 @@ def answer_loss(tome, memory, query, batch):
     return entity_prediction_loss(found.scores, found.entity, answer)
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# A mention learns from the memory only if it retrieves something of use; what is of use it learns
-# by retrieving (app. B.6). So BATCH-TOME first learns, without the memory, what its markers stand
-# around. Then fit_retrieval makes queries find keys of their entity, and the memory is attended.
+# A mention learns from the memory only if it retrieves something of use (app. B.6). So BATCH-TOME
+# first learns without the memory what its markers stand around. Then fit_retrieval makes queries
+# find keys of their entity, and the memory is attended.
 
 @torch.no_grad()
 def start_positions(model):
@@ -237,12 +234,11 @@ def fit_retrieval(model, batches, self_score=20.0):
     """Sets the key, query and answer layers in closed form, from a few batches in which half of the
     mentions are masked. Random ones find nothing: [H_s; H_e] is mostly the same for all mentions.
 
-    A key starts as the whitened principal components of [H_s; H_e] in the unmasked text: n <= d_K
-    directions, each of variance self_score / n, so that the mean score of a key with itself is
-    self_score. 20 makes the softmax prefer one key among thousands. A query, and z of eq. 10,
-    starts as the linear map from [H_s; H_e] in the masked text to the mean key of the mention's
-    entity. On real text it then finds its entity one time in ten; fitted to its own key, it looks
-    for the form of the name, which a masked mention lacks, and finds it one time in a hundred."""
+    A key is the whitened principal components of [H_s; H_e] in unmasked text: n <= d_K directions,
+    each of variance self_score / n. Its mean score with itself is then self_score; 20 makes the
+    softmax prefer one key of thousands. A query, and z of eq. 10, is the linear map from [H_s; H_e]
+    in masked text to the mean key of the mention's entity. (On real text it finds its entity one
+    time in ten. Fitted to its own key it looks for the form of its name: one time in a hundred.)"""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)
@@ -305,9 +301,9 @@ def part_of(state, prefix):
 def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
-    config: `config` with their sizes; a BERT is one block, which split_into_blocks shares out.
-    state: a state dictionary of the parts of BatchTOME that are there; lacks: names of the others;
-    unused: names of parts that BatchTOME does not have. Raises CheckpointError."""
+    config: `config` with their sizes, in one block if a BERT; state: a state dictionary of parts of
+    BatchTOME; lacks, unused: names of parts that only BatchTOME, or only they, have.
+    Raises CheckpointError."""
     try:
         config, found = read_weights(path, config)
         with torch.device("meta"):                              # shapes without numbers
