@@ -11,11 +11,9 @@ d_V = value_dim, d_C = coref_dim.
 """
 import json
 import re
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -64,7 +62,6 @@ def low_precision(config, device):
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""
-
     def __init__(self, config):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden)
@@ -74,10 +71,7 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens):
-        T, limit = tokens.shape[1], self.position.num_embeddings
-        if T > limit:
-            raise ValueError(f"{T} tokens in a passage, but the model has {limit} positions")
-        x = self.word(tokens) + self.position.weight[:T] + self.segment.weight[0]
+        x = self.word(tokens) + self.position.weight[:tokens.shape[1]] + self.segment.weight[0]
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
 # No padding is computed. A layer reads the n tokens of the whole batch as rows, x (n, hidden). Only
@@ -91,7 +85,6 @@ def spread(x, at, attention_mask):
 
 class SelfAttention(nn.Module):
     """x (n, hidden) -> (n, hidden); a token attends to those of its own passage."""
-
     def __init__(self, config):
         super().__init__()
         self.n_heads, self.dropout = config.n_heads, config.dropout
@@ -109,7 +102,6 @@ class SelfAttention(nn.Module):
 
 class TransformerLayer(nn.Module):
     """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""
-
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -127,7 +119,6 @@ class TransformerLayer(nn.Module):
 class TransformerBlock(nn.Module):
     """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero
     at the padding."""
-
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
@@ -141,10 +132,7 @@ class TransformerBlock(nn.Module):
 
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden) ->
-    (M, dim).
-
-    The paper writes no bias, its code has one. We keep it, so that its weights can be loaded."""
-
+    (M, dim). The paper writes no bias, but its code has one, and so do its weights."""
     def __init__(self, hidden, dim):
         super().__init__()
         self.linear = nn.Linear(2 * hidden, dim)
@@ -154,7 +142,6 @@ class SpanEncodingLayer(nn.Module):
 
 class MLMHead(nn.Module):
     """BERT's masked-language-model head, tied to the word embeddings. (L, hidden) -> (L, vocab)."""
-
     def __init__(self, config):
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.hidden)
@@ -174,193 +161,129 @@ def init_weights(module, std):
         nn.init.zeros_(module.bias)
 
 # ---- Published weights ---------------------------------------------------------------------------
-# Two readers: of a BERT as it is published, and of a BATCH-TOME or TOME as the paper's own code
-# writes it. Both return a Config and a state dictionary in the names of tome.BatchTOME, which rules
-# (regular expression, replacement) make of theirs. tome.read_published checks that all fits.
+# They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
+# each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # its name -> torch's
-DTYPES = {"F16": np.float16, "F32": np.float32, "F64": np.float64, "I64": np.int64,
-          "float32": np.float32}                                            # the last is flax's
-BERT_SIZES = {"vocab_size": "vocab_size", "hidden": "hidden_size", "n_heads": "num_attention_heads",
-              "intermediate": "intermediate_size", "max_positions": "max_position_embeddings"}
-BERT_NAMES = [
-    (r"^bert\.", ""), (r"gamma$", "weight"), (r"beta$", "bias"),            # of older files
-    (r"token_type_embeddings", "segment"), (r"_embeddings", ""), (r"LayerNorm", "norm"),
-    (r"attention\.self", "attention"), (r"attention\.output\.dense", "attention.out"),
-    (r"attention\.output\.norm", "attention_norm"), (r"intermediate\.dense", "up"),
-    (r"output\.dense", "down"), (r"output\.norm", "norm"),
-    (r"^cls\.predictions\.transform", "mlm"), (r"^cls\.predictions\.bias", "mlm.bias")]
-FLAX_NAMES = [
-    (r"^encoder\.", "encoder.tome."), (r"^mlm_layer\.", "encoder.tome.mlm."),
-    (r"(kernel|scale|embedding)$", "weight"), (r"layer_norm", "norm"),
-    (r"embedder\.embedders_token_ids", "embeddings.word"), (r"embeddings_norm", "embeddings.norm"),
-    (r"embedder\.embedders_(position|segment)_ids", r"embeddings.\1"),
-    (r"initial_encoder", "initial"), (r"layer_sequence\.layers_", "layers."),
-    (r"attention_block\.attention_layer", "attention"), (r"mlp_block\.dense", "down"),
-    (r"attention_block\.norm", "attention_norm"), (r"(mlp_block|update_layer)\.norm", "norm"),
-    (r"mlp_block\.mlp|update_layer\.retrieval_projector", "up"),
-    (r"\.query_projector", ".query.linear"), (r"final_query_projector", "answer.linear"),
-    (r".*\.mention_projector", "coref.linear")]
-FLAX_BLOCKS = {     # by the number of blocks: the memory layers, and the layers above each
-    1: [(r"\.memory_attention_layer", ".blocks.0.memory_attention"),
-        (r"final_encoder", "blocks.0.transformer")],
-    2: [(r"intermediate_memory_attention_layer", "blocks.0.memory_attention"),
-        (r"intermediate_encoder", "blocks.0.transformer"),
-        (r"final_memory_attention_layer", "blocks.1.memory_attention"),
-        (r"final_encoder", "blocks.1.transformer")]}
+# Our name of a part, BERT's, and the paper's code's; then parts that BERT lacks; then endings.
+# They are replaced from top to bottom: a name stands above one that it contains.
+NAMES = [row.split() for row in """
+embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
+embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
+embeddings.segment         embeddings.token_type_embeddings      embedder.embedders_segment_ids
+embeddings.norm            embeddings.LayerNorm                  embeddings_layer_norm
+attention.out              attention.output.dense                attention_block.attention_layer.out
+attention_norm             attention.output.LayerNorm            attention_block.layer_norm
+attention                  attention.self                        attention_block.attention_layer
+up                         intermediate.dense                    mlp_block.mlp
+down                       output.dense                          mlp_block.dense
+norm                       output.LayerNorm                      mlp_block.layer_norm
+mlm.dense                  cls.predictions.transform.dense       mlm_layer.dense
+mlm.norm                   cls.predictions.transform.LayerNorm   mlm_layer.layer_norm
+mlm.bias                   cls.predictions.bias                  mlm_layer.bias
+initial                    initial_encoder
+layers.                    layer_sequence.layers_
+blocks.0.transformer       intermediate_encoder
+blocks.0.memory_attention  intermediate_memory_attention_layer
+blocks.1.transformer       final_encoder
+blocks.1.memory_attention  final_memory_attention_layer
+up                         update_layer.retrieval_projector
+norm                       update_layer.layer_norm
+answer.linear              final_query_projector
+coref.linear               mention_projector
+.linear                    _projector
+.weight                    .gamma   .kernel   .scale   .embedding
+.bias                      .beta
+""".strip().splitlines()]
+GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # BERT's -> torch's
 
 class CheckpointError(Exception):
     """A published checkpoint that cannot be used: one sentence that says why."""
 
-@contextmanager
-def readable(path, what):
-    """Whatever goes wrong with a stranger's file becomes a CheckpointError that names it."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        reason = " ".join(reason.split())[:150] or type(error).__name__
-        raise CheckpointError(f"{path} cannot be read as {what} ({reason})") from None
-
 def beside(path, name):
-    """The file of that name in the folder `path`, or beside the file `path`, or one folder above
-    it; None where there is none."""
+    """The file of that name in the folder `path`, or in up to two folders above it; else None."""
     path = Path(path).absolute()
     found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
     return found[0] if found else None
 
-def tensor_of(numbers, dtype, shape):
-    """Of bytes, a name in DTYPES and a list of sizes."""
-    return torch.from_numpy(np.frombuffer(numbers, DTYPES[dtype]).reshape(shape).copy())
-
-def renamed(raw, rules):
-    """The tensors {published name: tensor} under our names."""
+def read_weights(path, config):
+    """(config, state): `config` with the sizes of these weights, and {our name: tensor}. Raises
+    whatever goes wrong; tome.read_published makes a sentence of it."""
+    read = read_bert if Path(path).is_dir() else read_flax
+    config, tensors = read(Path(path), config)
     state = {}
-    for name, tensor in raw.items():
-        for pattern, ours in rules:
-            name = re.sub(pattern, ours, name)
+    for name, tensor in tensors.items():
+        for ours, *others in NAMES:
+            for theirs in others:
+                name = name.replace(theirs, ours)
         state[name] = tensor.float()
     # Ours has one matrix for the queries, keys and values of self-attention.
-    for name in [name for name in state if ".attention.query." in name]:
-        parts = [state.pop(name.replace("query", part)) for part in ("query", "key", "value")]
-        state[name.replace("query", "qkv")] = torch.cat(parts)
-    return state
+    for query in [name for name in state if ".attention.query." in name]:
+        parts = [state.pop(query.replace("query", part)) for part in ("query", "key", "value")]
+        state[query.replace("query", "qkv")] = torch.cat(parts)
+    # Their z of eq. 10 is made by two linear maps, one after the other. Ours is their product.
+    if "answer.linear.weight" in state:
+        second = state["answer.linear.weight"]
+        state["answer.linear.weight"] = second @ state.pop("coref.linear.weight")
+        state["answer.linear.bias"] += second @ state.pop("coref.linear.bias")
+    layers = [name for name in state if ".layers." in name and name.endswith(".up.bias")]
+    config.n_initial = sum(name.startswith("initial.") for name in layers)
+    config.n_block = len(layers) - config.n_initial
+    config.vocab_size, config.hidden = state["embeddings.word.weight"].shape
+    config.max_positions = len(state["embeddings.position.weight"])
+    config.intermediate = len(state["initial.layers.0.up.bias"])
+    if "blocks.0.memory_attention.up.weight" in state:
+        config.key_dim = len(state["blocks.0.memory_attention.query.linear.bias"])
+        config.value_dim = config.coref_dim = state["blocks.0.memory_attention.up.weight"].shape[1]
+    return config, state
 
-def bert_config(folder, config):
-    """`config` with the dimensions of the BERT in that folder: its n_block last layers stand above
-    the first memory layer (§4.1: 8 of 12). Raises CheckpointError."""
-    with readable(f"{folder}/config.json", "that of a BERT, whose folder --init wants"):
-        bert = json.loads((Path(folder) / "config.json").read_text())
-        kind = bert.get("model_type", "bert")
-        if kind != "bert":                  # RoBERTa's names are the same, its positions are not
-            raise ValueError(f"it is that of a {kind} model")
-        sizes = {ours: bert[theirs] for ours, theirs in BERT_SIZES.items()}
-        n_initial = bert["num_hidden_layers"] - config.n_block
-        if n_initial < 1:
-            raise ValueError(f"of its layers none is left below the {config.n_block} of n_block")
-        return replace(config, **sizes, gelu=GELU[bert["hidden_act"]], n_initial=n_initial)
-
-def read_safetensors(path):
-    """{name: tensor}: eight bytes of header length, a JSON header, the numbers."""
-    content = Path(path).read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header, tensors = json.loads(content[8:start]), {}
-    for name in header.keys() - {"__metadata__"}:
-        begin, end = header[name]["data_offsets"]
-        numbers = content[start + begin:start + end]
-        tensors[name] = tensor_of(numbers, header[name]["dtype"], header[name]["shape"])
-    return tensors
-
-def load_bert(folder, config):
-    """(config, state) of a BERT's folder: config.json, and model.safetensors or pytorch_model.bin.
-
-    config: bert_config's, but in one block. state: what BERT has of BATCH-TOME, with an MLM head
-    where it has one. A stranger's file runs no code (weights_only)."""
-    config = replace(bert_config(folder, config), n_blocks=1)
-
-    def place(match):
-        i = int(match[1])
-        above = f"blocks.0.transformer.layers.{i - config.n_initial}"
-        return f"initial.layers.{i}" if i < config.n_initial else above
-
-    file = Path(folder) / "model.safetensors"
+def read_bert(folder, config):
+    """Of config.json, and of model.safetensors or pytorch_model.bin, of which no code is run
+    (weights_only). Its last n_block layers go above the first memory layer (§4.1: 8 of 12)."""
+    bert = json.loads((folder / "config.json").read_text())
+    if bert.get("model_type", "bert") != "bert":        # RoBERTa's positions begin elsewhere
+        raise ValueError(f"it is a {bert['model_type']} model")
+    config = replace(config, n_blocks=1, gelu=GELU[bert["hidden_act"]],
+                     n_heads=int(bert["num_attention_heads"]))
+    file = folder / "model.safetensors"                 # torch needs the package safetensors for it
     if not file.exists():
-        file = file.with_name("pytorch_model.bin")
-    with readable(file, "a BERT's weights; download it again"):
-        if file.suffix == ".safetensors":
-            raw = read_safetensors(file)
-        else:
-            raw = torch.load(file, map_location="cpu", weights_only=True)
-        return config, renamed(raw, [*BERT_NAMES, (r"^encoder\.layer\.(\d+)", place),
-                                     (r"^", "encoder.tome.")])
+        file = folder / "pytorch_model.bin"
+    tensors = torch.load(file, map_location="cpu", weights_only=True)
+    n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
+    places = [f"initial.layers.{i}" for i in range(n_layers - config.n_block)]
+    if not places:
+        raise ValueError(f"of {n_layers} layers none is left below the {config.n_block} of n_block")
+    places += [f"blocks.0.transformer.layers.{i}" for i in range(config.n_block)]
+    tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
+    return config, {re.sub(r"encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])], name):
+                    tensor for name, tensor in tensors.items()}
 
-def read_flax(path):
-    """{name: tensor} of a message pack: maps whose leaves are extensions, [shape, type, bytes].
-
-    `weights/step<N>` is the encoder's tree. In `checkpoint_<N>` the heads stand beside it, and
-    around both an optimizer's state, which is not read. No object is made but these."""
-    import msgpack              # optional: readable() says where it is missing
-    tree = msgpack.unpackb(Path(path).read_bytes())
-    tree = tree.get("params", tree)
-    if "encoder" not in tree:
-        tree = {"encoder": tree}
+def read_flax(file, config):
+    """Of a BATCH-TOME or TOME in a message pack: maps of maps, whose leaves are [shape, type,
+    bytes]. No other object is made of it. A file `weights/step<N>` is the encoder's map;
+    `checkpoint_<N>` has the heads beside it, and an optimizer's state, which is not read."""
+    import msgpack                                      # optional: the error says if it is missing
+    tree = msgpack.unpackb(file.read_bytes())
+    tree = tree.get("params", {"encoder": tree})
+    tree |= tree.pop("encoder")
+    config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
+    # What a TOME still holds of its BATCH-TOME, a third memory layer, keys and values, is not used.
+    if config.n_blocks == 1:
+        tree["intermediate_encoder"] = tree.pop("final_encoder")
+        tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")
+    if "final_query_projector" not in tree:
+        tree |= tree.pop("memory_extraction_layer")
     tensors, left = {}, list(tree.items())
     while left:
         name, node = left.pop()
         if isinstance(node, dict):
             left += [(f"{name}.{key}", child) for key, child in node.items()]
-        else:
-            shape, dtype, numbers = msgpack.unpackb(node.data)
-            tensors[name] = tensor_of(numbers, dtype, shape)
-    return tensors
-
-def flax_config(path, state, config):
-    """`config` with the dimensions of these weights, and with what config.json, where there is one,
-    says of dropout and of the number of retrieved memories."""
-    shape = {name.removeprefix("encoder.tome."): tensor.shape for name, tensor in state.items()}
-    layers = [name for name in shape if ".layers." in name and name.endswith(".up.bias")]
-    n_initial = sum(name.startswith("initial") for name in layers)
-    hidden, value_dim = shape["blocks.0.memory_attention.up.weight"]
-    config = replace(
-        config, gelu="tanh", vocab_size=shape["embeddings.word.weight"][0], hidden=hidden,
-        max_positions=shape["embeddings.position.weight"][0], value_dim=value_dim,
-        intermediate=shape["initial.layers.0.up.bias"][0], n_initial=n_initial,
-        n_block=len(layers) - n_initial, coref_dim=value_dim,       # their two are one projection
-        key_dim=shape["blocks.0.memory_attention.query.linear.bias"][0])
-    file = beside(path, "config.json")
-    said = json.loads(file.read_text()).get("model_config", {}) if file else {}
-    for theirs, ours, kind in (("dropout_rate", "dropout", float), ("k_top_device", "k", int),
-                               ("final_k_top_device", "k_answer", int)):
-        value = said.get("encoder_config", {}).get(theirs)
-        if value is not None:
-            setattr(config, ours, kind(value))
-    return config
-
-def load_flax(path, config):
-    """(config, state) of a BATCH-TOME or a TOME that the paper's own code wrote; read_flax says
-    which files. With a final retrieval it is a TOME. What such a file still holds of the BATCH-TOME
-    that it began as keeps its name."""
-    tensors, flat = read_flax(path), {}
-    is_tome = "encoder.final_query_projector.bias" in tensors
-    n_blocks = 2 if any(name.startswith("encoder.intermediate_encoder") for name in tensors) else 1
-    rules = FLAX_NAMES + FLAX_BLOCKS[n_blocks]
-    if not is_tome:
-        rules.append((r".*\.memory_extraction_layer\.(key|value)_projector", r"encoder.\1.linear"))
-    for name, tensor in tensors.items():
-        module, _, end = name.rpartition(".")
-        if end == "kernel":                 # [in, out]; of attention [in, heads, size] or the like
-            tensor = tensor.reshape(-1, tensors[f"{module}.bias"].numel()).T
-        flat[name] = tensor.flatten() if end == "bias" else tensor
-    state = renamed(flat, rules)
-    first = "encoder.initial_encoder.layer_sequence.layers_0.attention_block.attention_layer"
-    n_heads = len(tensors[f"{first}.query.bias"])
-    config = flax_config(path, state, replace(config, n_blocks=n_blocks, n_heads=n_heads))
-    if is_tome:         # their z of eq. 10 is two linear maps, one after the other; ours is one
-        answer = "encoder.tome.answer.linear"
-        W, b = (state[f"{answer}.{end}"].double() for end in ("weight", "bias"))
-        W_first, b_first = (state.pop(f"coref.linear.{end}").double() for end in ("weight", "bias"))
-        state[f"{answer}.weight"] = (W @ W_first).float()
-        state[f"{answer}.bias"] = (W @ b_first + b).float()
-    return config, state
+            continue
+        shape, dtype, numbers = msgpack.unpackb(node.data)
+        tensor = torch.frombuffer(bytearray(numbers), dtype=getattr(torch, dtype)).reshape(shape)
+        if name.endswith("attention_layer.out.kernel"):                     # [heads, size, out]
+            config.n_heads = len(tensor)
+            tensor = tensor.flatten(0, 1)
+        if name.endswith(".kernel"):                                # [in, out], [in, heads, size]
+            tensor = tensor.flatten(1).T
+        tensors[name] = tensor.flatten() if name.endswith(".bias") else tensor
+    return config, tensors

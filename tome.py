@@ -4,19 +4,16 @@
     M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock            eq. 2, 3
     Hl = TOMEBlock_l(Hl-1),    l = 1 ... L        TOME-1: L = 1, TOME-2: L = 2          eq. 5
 
-    tokens (B, T) -> H (B, T, hidden), and what each memory layer retrieved
-
-The Mention Encoder is the same Transformer, read without its memory layers, with two
-SpanEncodingLayers on top: key and value (§2.1.1). BATCH-TOME trains it. The batch is read twice:
-first by the Mention Encoder, whose mentions become the batch memory, then by TOME, which attends
-to it (§2.3). TOME continues from BATCH-TOME's weights over the frozen memory of the whole corpus
-(§2.4), and answers with the entity that its last retrieval names (eq. 10).
+The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
+give keys and values (§2.1.1). BATCH-TOME trains it: it reads a batch with the Mention Encoder, then
+again as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
+over the frozen memory of the whole corpus (§2.4). Its last retrieval names the answer (eq. 10).
 
 B passages of T tokens, M mentions of the whole batch, K retrieved memories of each, L masked
 tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are alpha.
 """
 import hashlib
-import os
+import re
 from typing import NamedTuple
 
 import torch
@@ -24,13 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import ann
-from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, init_weights,
-                     load_bert, load_flax, readable)
+from encoder import (CheckpointError, Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock,
+                     init_weights, read_weights)
 from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
 class TOMEBlock(nn.Module):
     """Eq. 2 and 3. Without a memory it is its TransformerBlock: so the Mention Encoder reads."""
-
     def __init__(self, config, n_layers):
         super().__init__()
         self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
@@ -44,7 +40,6 @@ class TOMEBlock(nn.Module):
 
 class TOME(nn.Module):
     """Eq. 4 and 5, and the heads of its tasks."""
-
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -64,7 +59,6 @@ class TOME(nn.Module):
 
     def read_blocks(self, H, attention_mask, mentions=None, memory=None):
         """H0 -> H_L (B, T, hidden), and a list: what each memory layer retrieved, eq. 5.
-
         mentions: a Batch, or anything with row, start, end, passage (M,)."""
         found = []
         for block in self.blocks:
@@ -82,41 +76,36 @@ class TOME(nn.Module):
 
 class MentionEncoder(nn.Module):
     """Tokens and mentions -> key (M, d_K) and value (M, d_V) mention encodings (§2.1.1)."""
-
     def __init__(self, tome):
         super().__init__()
         self.config = config = tome.config
         self.tome = tome                                        # shared with BATCH-TOME (§4.1)
         self.key = SpanEncodingLayer(config.hidden, config.key_dim)
         self.value = SpanEncodingLayer(config.hidden, config.value_dim)
-        self.key.apply(lambda module: init_weights(module, config.init_std))
-        self.value.apply(lambda module: init_weights(module, config.init_std))
-
-    def encode(self, H, row, start, end):
-        return self.key(H, row, start, end), self.value(H, row, start, end)
+        init_weights(self.key.linear, config.init_std)
+        init_weights(self.value.linear, config.init_std)
 
     def forward(self, tokens, attention_mask, row, start, end):
         H, _ = self.tome(tokens, attention_mask)
-        return self.encode(H, row, start, end)
+        return self.key(H, row, start, end), self.value(H, row, start, end)
 
     @property
     def fingerprint(self):
         """Names this encoder by its weights: a memory belongs to the one that wrote it."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(name.encode() + tensor.cpu().numpy().tobytes())
         return digest.hexdigest()
 
 class BatchTOME(nn.Module):
-    """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends."""
-
+    """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends to it.
+    Both are the same Transformer. The encoder holds it: self.tome is self.encoder.tome."""
     def __init__(self, tome):
         super().__init__()
         self.config = tome.config
         self.encoder = MentionEncoder(tome)
         self.coref = SpanEncodingLayer(tome.config.hidden, tome.config.coref_dim)   # z of app. A.2
-        self.coref.apply(lambda module: init_weights(module, tome.config.init_std))
+        init_weights(self.coref.linear, tome.config.init_std)
 
     @property
     def tome(self):
@@ -126,23 +115,17 @@ class BatchTOME(nn.Module):
         """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
         mask = batch.attention_mask
         H0 = self.tome.read_initial(batch.tokens, mask)
-        # The memory holds what the text says, not what masking left of it (our choice: the paper
-        # does not say). A passage never attends to its own mentions, so nothing leaks. Where
-        # nothing is masked both are one read.
-        first = H0
-        if batch.unmasked is not batch.tokens:
-            first = self.tome.read_initial(batch.unmasked, mask)
-        first, _ = self.tome.read_blocks(first, mask)
+        # The memory is of the unmasked text (our choice: the paper does not say). A passage never
+        # attends to its own mentions, so nothing leaks.
         linked = batch.entity > 0
-        keys, values = self.encoder.encode(first, batch.row[linked], batch.start[linked],
-                                           batch.end[linked])
+        spans = batch.row[linked], batch.start[linked], batch.end[linked]
+        keys, values = self.encoder(batch.unmasked, mask, *spans)
         memory = BatchMemory(keys, values, batch.entity[linked], batch.passage[linked])
         return self.tome.read_blocks(H0, mask, batch, memory)
 
-# --------------------------------------------------------------------------------------------------
-# Losses. Each is this process's part of a mean over all processes: a sum over its own items,
-# divided by the number of items everywhere. The parts add up to the loss of one big batch, and
-# their gradients to its gradient.
+# ---- Losses --------------------------------------------------------------------------------------
+# Each is this process's part of a mean over all processes: a sum over its own items, divided by the
+# number of items everywhere. The parts add up to the loss of one big batch, their gradients to its.
 
 def share_of_mean(losses):
     """losses (n,) of this process -> its part of the mean over all processes; 0 of no item."""
@@ -154,19 +137,19 @@ def mlm_loss(logits, target):
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: which linked mentions of other passages name the same entity?
+    """App. A.2: mentions of one entity should have similar z, mentions of different ones not.
 
-    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. For each mention, the mean
-    over its positives of the cross-entropy of that positive against all negatives; then the mean
-    over the mentions that have a positive. (The appendix's formula sums inside the logarithm; its
-    text and the public code average cross-entropies, as here.) Mentions of the same passage are
-    neither positive nor negative. Candidates come from all processes."""
+    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Positives of a linked mention
+    are the mentions of its entity in other passages, of all processes; its negatives are all other
+    linked mentions there. Its loss is the mean over its positives of the cross-entropy of that one
+    against all negatives. (So say the appendix's text and the public code; the appendix's formula
+    sums inside the logarithm.) The result is the mean over the mentions that have a positive."""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
     scores = ann.dot(z, all_z)                                                  # (M, N)
-    elsewhere = passage[:, None] != all_passage[None, :]
-    same = entity[:, None] == all_entity[None, :]
+    elsewhere = passage[:, None] != all_passage
+    same = entity[:, None] == all_entity
     positive = elsewhere & same
     least = torch.finfo(scores.dtype).min       # -inf would give NaN where there is no negative
     negatives = scores.masked_fill(~(elsewhere & ~same), least).logsumexp(-1)   # (M,)
@@ -179,11 +162,9 @@ def coreference_loss(z, entity, passage):
     return share_of_mean(mean[n_positive > 0])
 
 def entity_prediction_loss(scores, memory_entity, entity):
-    """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions of which a memory of the
-    same entity was retrieved (§2.4).
-
-    scores (M, K) z . MemKey of the retrieved memories (-inf: none), memory_entity (M, K),
-    entity (M,) 0 = not linked -> scalar."""
+    """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions that retrieved a memory of
+    their entity (§2.4). scores (M, K) z . MemKey (-inf: none), memory_entity (M, K), entity (M,)
+    0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
     counted = (entity > 0) & same.any(-1)           # the other rows would be a logsumexp of nothing
     scores, same = scores[counted], same[counted]
@@ -195,22 +176,15 @@ class Answer(NamedTuple):
     probability: torch.Tensor       # (M,) its EntProb
 
 def predict_entity(scores, memory_entity):
-    """Eq. 10 and its argmax: the entity with the largest sum of attention weights.
-
-    scores, memory_entity (M, K) -> Answer."""
+    """Eq. 10 and its argmax, the entity with the largest sum of attention weights. scores,
+    memory_entity (M, K) -> Answer."""
     weights = attention_weights(scores)                                         # (M, K)
-    entity, order = memory_entity.sort(dim=-1)              # now equal entities stand together
-    first = torch.ones_like(entity, dtype=torch.bool)
-    first[:, 1:] = entity[:, 1:] != entity[:, :-1]
-    group = first.long().cumsum(-1) - 1                                         # (M, K)
-    sums = torch.zeros_like(weights).scatter_add(1, group, weights.gather(1, order))
+    entities, which = memory_entity.unique(return_inverse=True)                 # (n,), (M, K)
+    sums = weights.new_zeros(len(weights), len(entities)).scatter_add(1, which, weights)
     probability, best = sums.max(dim=-1)                                        # (M,)
-    member = (group == best[:, None]).long().argmax(-1)     # a memory of the best group
-    best_entity = entity.gather(1, member[:, None])[:, 0]
-    return Answer(torch.where(probability > 0, best_entity, 0), probability)
+    return Answer(torch.where(probability > 0, entities[best], 0), probability)
 
-# --------------------------------------------------------------------------------------------------
-# The heads of claims and questions (§4.3, §4.4)
+# ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
@@ -233,19 +207,17 @@ def answer_question(tome, H, batch, memory):
                            tome.config.k_answer_shard)
 
 def answer_loss(tome, memory, query, batch):
-    """Entity prediction at the masked mentions of the n rows that have an answer.
-
-    query (n, d_K) -> scalar. A row whose answer is not retrieved does not count (§2.4)."""
+    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) ->
+    scalar. A row whose answer is not retrieved does not count (§2.4)."""
     asked = batch.answer > 0
     passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
     found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
     return entity_prediction_loss(found.scores, found.entity, answer)
 
-# --------------------------------------------------------------------------------------------------
-# Initial weights. A mention learns from the memory only once it retrieves something of use, and to
-# learn what is of use it has to retrieve (app. B.6). So BATCH-TOME first learns, with the memory
-# off, what its markers stand around; then fit_retrieval makes the query of a mention find the keys
-# of its entity; then the memory is attended. The same with a published BERT below and without one.
+# ---- Initial weights -----------------------------------------------------------------------------
+# A mention learns from the memory only if it retrieves something of use (app. B.6). So BATCH-TOME
+# first learns without the memory what its markers stand around. Then fit_retrieval makes queries
+# find keys of their entity, and the memory is attended.
 
 @torch.no_grad()
 def start_positions(model):
@@ -257,42 +229,30 @@ def start_positions(model):
     waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)   # (positions, hidden)
     position.copy_(waves * model.config.init_std * 2 ** 0.5)
 
-def mention_ends(H, batch):
-    """[H_s; H_e] of the linked mentions, (m, 2 hidden), in float64: what eq. 1 projects."""
-    linked = batch.entity > 0
-    row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
-    return torch.cat([H[row, start], H[row, end]], dim=1).double()
-
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
-    """Sets key, query and answer layers in closed form, from the linked mentions of a few batches
-    in which half of the mentions are masked.
+    """Sets the key, query and answer layers in closed form, from a few batches in which half of the
+    mentions are masked. Random ones find nothing: [H_s; H_e] is mostly the same for all mentions.
 
-    Random projections of what [H_s; H_e] says find nothing: most of it is the same for every
-    mention. So a key starts as the whitened principal components of [H_s; H_e] in the unmasked
-    text: n directions, each of variance self_score / n, so that the mean score of a key with itself
-    is self_score. 20 makes the softmax prefer one key among thousands. A query, and z of eq. 10,
-    starts as the linear map (ridge regression) from what its layer reads of a mention in the masked
-    text to the mean key of the mention's entity, scaled to the same mean score. Fitted to the own
-    key in an unmasked text, queries look for the form of a name, which a masked mention lacks: on
-    real text they then find its entity one time in a hundred, and so ten."""
-    tome = model.tome
-    queries, answers, unmasked, entities = [], [], [], []
+    A key is the whitened principal components of [H_s; H_e] in unmasked text: n <= d_K directions,
+    each of variance self_score / n. Its mean score with itself is then self_score; 20 makes the
+    softmax prefer one key of thousands. A query, and z of eq. 10, is the linear map from [H_s; H_e]
+    in masked text to the mean key of the mention's entity. (On real text it finds its entity one
+    time in ten. Fitted to its own key it looks for the form of its name: one time in a hundred.)"""
+    tome, rows = model.tome, []
     for batch in batches:
-        mask = batch.attention_mask
-        H0 = tome.read_initial(batch.tokens, mask)
-        H, _ = tome.read_blocks(H0, mask)
-        whole, _ = tome(batch.unmasked, mask)
-        queries.append(mention_ends(H0, batch))
-        answers.append(mention_ends(H, batch))
-        unmasked.append(mention_ends(whole, batch))
-        entities.append(batch.entity[batch.entity > 0])
-    X, entity = torch.cat(unmasked), torch.cat(entities)                # (m, 2 hidden), (m,)
+        H0 = tome.read_initial(batch.tokens, batch.attention_mask)
+        H, _ = tome.read_blocks(H0, batch.attention_mask)
+        whole, _ = tome(batch.unmasked, batch.attention_mask)
+        linked = batch.entity > 0
+        row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
+        ends = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
+        rows.append((*ends, batch.entity[linked]))
+    queries, answers, X, entity = map(torch.cat, zip(*rows))            # (m, 2 hidden), (m,)
     if len(X) < 2:
         return
-    mean = X.mean(0)
+    key, mean = model.encoder.key.linear, X.mean(0)
     variance, direction = torch.linalg.eigh((X - mean).T @ (X - mean) / len(X))         # rising
-    key = model.encoder.key.linear
     n = min(len(key.weight), len(variance))
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
     W = torch.zeros_like(key.weight, dtype=torch.double)                        # (d_K, 2 hidden)
@@ -301,11 +261,11 @@ def fit_retrieval(model, batches, self_score=20.0):
     key.bias.copy_(-W @ mean)
     keys = (X - mean) @ W.T                                                     # (m, d_K)
     _, which, count = entity.unique(return_inverse=True, return_counts=True)
-    total = keys.new_zeros(len(count), keys.shape[1]).index_add(0, which, keys)
-    wanted = (total / count[:, None])[which]                                    # (m, d_K)
+    total = torch.zeros_like(keys).index_add(0, which, keys)[which]
+    wanted = total / count[which, None]                                         # (m, d_K)
     for block in tome.blocks:                   # of BATCH-TOME: one
-        fit_linear(block.memory_attention.query.linear, torch.cat(queries), wanted, self_score)
-    fit_linear(tome.answer.linear, torch.cat(answers), wanted, self_score)
+        fit_linear(block.memory_attention.query.linear, queries, wanted, self_score)
+    fit_linear(tome.answer.linear, answers, wanted, self_score)
 
 def fit_linear(layer, X, wanted, score):
     """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K), scaled to that mean score."""
@@ -321,18 +281,16 @@ def fit_linear(layer, X, wanted, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
-    The n_block Transformer layers above it are dealt out to TOME's blocks in their order (or
-    copied, where there is one). Every memory layer starts as a copy of that one: with two from the
-    first step, the second never found a use, since one retrieval is enough there."""
+    The Transformer layers above it are dealt out to TOME's blocks in their order, or copied, where
+    there is one. So is the memory layer: with two from the first step, the second found no use."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):
-        parts = {"memory_attention.": "memory_attention."}
+        for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
+            weights[f"blocks.{block}.memory_attention.{name}"] = tensor
         for i in range(config.layers_a_block):
             number = min(block * config.layers_a_block + i, config.n_block - 1)
-            parts[f"transformer.layers.{i}."] = f"transformer.layers.{number}."
-        for ours, theirs in parts.items():
-            for name, tensor in part_of(state, f"blocks.0.{theirs}").items():
-                weights[f"blocks.{block}.{ours}{name}"] = tensor
+            for name, tensor in part_of(state, f"blocks.0.transformer.layers.{number}.").items():
+                weights[f"blocks.{block}.transformer.layers.{i}.{name}"] = tensor
     return weights
 
 def part_of(state, prefix):
@@ -343,32 +301,26 @@ def part_of(state, prefix):
 def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
-    config: `config` with its dimensions; a BERT is one block, which split_into_blocks shares out.
-    state: a state dictionary of a part of BatchTOME. lacks: modules of which it has nothing;
-    unused: modules of it that have no place here. Raises CheckpointError."""
-    is_bert = os.path.isdir(path)
-    with readable(path, "a BERT" if is_bert else "weights of the paper's own code"):
-        config, state = load_bert(path, config) if is_bert else load_flax(path, config)
+    config: `config` with their sizes, in one block if a BERT; state: a state dictionary of parts of
+    BatchTOME; lacks, unused: names of parts that only BatchTOME, or only they, have.
+    Raises CheckpointError."""
+    try:
+        config, found = read_weights(path, config)
         with torch.device("meta"):                              # shapes without numbers
-            wanted = BatchTOME(TOME(config)).state_dict()
-        if any(".layers." in name for name in state.keys() - wanted.keys()):
-            raise ValueError("its blocks are not equally deep, or each read has its own")
-        ours, theirs = ({module_of(name): None for name in names} for names in (wanted, state))
-        for name, tensor in wanted.items():
-            if name not in state:
-                module = module_of(name)        # a head may be missing as a whole
-                if module in theirs or module.endswith(("embeddings", "initial", "transformer")):
-                    raise ValueError(f"no tensor for {name}; it is another kind of model")
-            elif state[name].shape != tensor.shape:
-                raise ValueError(f"{name} is {tuple(state[name].shape)}, the rest of it implies "
-                                 f"{tuple(tensor.shape)}")
-            elif not state[name].isfinite().all():
-                raise ValueError(f"a number of {name} is not finite")
-        lacks = [module for module in ours if module not in theirs]
-        unused = sorted(theirs.keys() - ours.keys())
-        return config, {name: state[name] for name in wanted if name in state}, lacks, unused
+            model = BatchTOME(TOME(config))
+        names = {name.removeprefix("encoder.").removeprefix("tome."): name
+                 for name in model.state_dict()}
+        ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
+        # A part may be missing as a whole. Where it is there in part, the KeyError names the rest.
+        state = {names[name]: found[name] for name in names if part_name(name) in theirs}
+        model.load_state_dict(state, strict=False, assign=True)     # refuses another shape
+    except Exception as error:                          # a stranger's file can be wrong in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{path} cannot be read as a BERT or as weights of the paper's own "
+                              f"code ({reason})") from None
+    lacks = [part for part in ours if part not in theirs]
+    return config, state, lacks, sorted(theirs - ours.keys())
 
-def module_of(name):
-    """"blocks.0.memory_attention" or "mlm", of a name in BatchTOME's state dictionary."""
-    parts = name.removeprefix("encoder.").removeprefix("tome.").split(".")
-    return ".".join(parts[:3] if parts[0] == "blocks" else parts[:1])
+def part_name(name):
+    """Of a tensor's name the part that it belongs to: "mlm", "blocks.0.memory_attention", …"""
+    return re.match(r"(blocks\.\d\.)?[^.]*", name)[0]
