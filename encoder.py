@@ -160,7 +160,7 @@ def init_weights(module, std):
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
 
-# ---- Published weights ---------------------------------------------------------------------------
+# ==== Set apart: published weights ================================================================
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
@@ -244,10 +244,12 @@ def read_bert(folder, config):
         raise ValueError(f"it is a {bert['model_type']} model")
     config = replace(config, n_blocks=1, gelu=GELU[bert["hidden_act"]],
                      n_heads=int(bert["num_attention_heads"]))
-    file = folder / "model.safetensors"                 # torch needs the package safetensors for it
-    if not file.exists():
+    if (folder / "model.safetensors").exists():
+        from safetensors.torch import load_file         # optional: the error says if it is missing
+        tensors = load_file(folder / "model.safetensors")
+    else:
         file = folder / "pytorch_model.bin"
-    tensors = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
     places = [f"initial.layers.{i}" for i in range(n_layers - config.n_block)]
     if not places:

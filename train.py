@@ -984,7 +984,7 @@ def settle(args):
         saved["text"] = checksum(corpus)
     elif args.corpus or saved["text"] is None:      # else the tokenised one will do
         raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
-    if init and (args.init or os.path.exists(init)):
+    if args.init:
         saved["published"] = describe_published(init, saved | {"published": None})
     settings_of(saved)
     flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")}
