@@ -192,7 +192,7 @@ def show_where_it_helps(run, pairs):
 # ---- Report and command line ---------------------------------------------------------------------
 
 def say_figures(figures, place=""):
-    """A line for each cell: its place in --json, then its figures, with 95% intervals in brackets."""
+    """A line for each cell: its place in --json, then its figures with their 95% intervals."""
     line = f"{place:<23}"
     for key, value in figures.items():
         if isinstance(value, dict) and key != "interval":

@@ -461,7 +461,8 @@ def train_stage(run, stage, recipe, checkpoint=None):
             progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
                                  refresh=False)
             stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
-            if stop or step == steps or 0 in (step % settings.log_every, step % settings.save_every):
+            if stop or step == steps or step % settings.log_every == 0 or \
+                    step % settings.save_every == 0:
                 save()
             if stop:
                 raise Stop(f"Stopped at step {step} of {kind} and saved; the same command goes on "
@@ -1138,7 +1139,8 @@ def alone_in(out):
     try:
         lock(folder, out)
         for path in Path(out).iterdir():
-            if path.is_symlink() and (path.name in ("world", "log.jsonl") or path.suffix == ".part"):
+            is_written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
+            if path.is_symlink() and is_written:
                 raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
         yield
     finally:
@@ -1274,6 +1276,8 @@ def train(args):
         say(f"Stage {kind}.")
         recipe = recipe_of(run.saved, kind)
         train_stage(run, STAGES[kind](run, recipe, **inputs), recipe, checkpoint)
+        if recipe["steps"] == 0:
+            say(f"{kind}: taken as trained.")
         say(f"Stage {kind} done in {time.time() - started:.0f} s.")
 
 def report(args):

@@ -223,7 +223,7 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     config = replace(read_published(folder, config)[0], n_blocks=n_blocks)
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
-    saved = train.RUN | {"preset": "mini", "init": str(folder)}
+    saved = train.NEW_RUN | {"preset": "mini", "init": str(folder), "published": {"trained": False}}
     run = train.Run(tmp_path, saved, train.Settings(), config, corpus, tokenizer, torch.device("cpu"))
     tome = train.new_batch_tome(run).tome
     tokens, mask = padded_passages()

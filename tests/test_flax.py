@@ -468,7 +468,7 @@ def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, w
     assert not out.exists()
 
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
-                                            ("a TOME-2", "TOME-2 wants --blocks 2")])
+                                            ("a TOME-2", "no TOME of these dimensions")])
 def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
     init, _ = write_init(tmp_path / "init", n_block=4)
     config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
