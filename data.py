@@ -763,7 +763,7 @@ def field(record, name, allowed, where=""):
     """A field of a record; null where it is missing. allowed: the types or values that it may have.
     where: "mentions[0].", say, for a record inside another. Raises ValueError "field: reason"."""
     if type(record) is not dict:
-        raise ValueError(f"{where or 'the line'}: not a JSON object; write one a line")
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
     value = record.get(name)
     if value not in allowed and type(value) not in allowed:     # not isinstance: true is no number
         names = [getattr(kind, "__name__", str(kind)) for kind in allowed]
@@ -1136,7 +1136,8 @@ def encodings_of(path, tokenizer):
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
 HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with what is in them
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|[a-z]{2,3}:(?! )")   # show nothing in a text
-ELSEWHERE = re.compile(r"[A-Za-z ]+:(?! )")     # other namespaces and wikis; not "Alien: Covenant"
+# Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
+NO_ARTICLE = re.compile(r"[A-Za-z ]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
 # A section without prose ends at the next heading that is no deeper.
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
@@ -1241,7 +1242,7 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         title = canonical(link.entity.lstrip(" :"))
         for _ in range(5):                                  # a longer chain is a circle
             title = redirects.get(title, title)
-        is_one = title and title not in redirects and not ELSEWHERE.match(title)
+        is_one = title and title not in redirects and not NO_ARTICLE.match(title)
         kept = is_one and link.start < link.end
         counts["links: kept" if kept else "links: to no article"] += 1
         return link._replace(entity=title) if kept else None
