@@ -752,8 +752,8 @@ def read_records(path, make, errors=None):
                 json.dumps(record, ensure_ascii=False).encode()     # refuses lone surrogates
                 yield make(record)
         except (ValueError, RecursionError) as error:
-            reason = str(error)
-            if isinstance(error, (json.JSONDecodeError, UnicodeError, RecursionError)):
+            reason = error
+            if type(error) is not ValueError:           # but one of those that json raises
                 reason = f"not JSON ({error}); write one object a line in UTF-8, plain or gzipped"
             if errors is None:
                 raise UserError(f"{path}:{n}: {reason}") from error
@@ -873,7 +873,7 @@ def open_folder(folder, kind, wanted=lambda name: True) -> dict:
                         "and run the same stage again") from error
 
 def write_lines(path, records):
-    """JSON lines, by write_file; gzipped where the name ends in .gz, to the same bytes each time."""
+    """JSON lines, by write_file; gzipped where the name ends in .gz, the same bytes each time."""
     def write(file):
         is_gzip = str(path).endswith(".gz")
         with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as to:
@@ -1151,8 +1151,9 @@ TIDY = (("(?<=\x02) +| +(?=\x03)", ""),
         (r"^.*(?:[|{}]|\[\[|\]\]|</?[a-zA-Z!]|__|\x01[^\x03]*\x01).*$|^(?:[!=]|--).*$", ""))
 
 def read_dump(path, say_language=False):
-    """Streams (title, kind, text) of the pages of an XML dump, plain or bz2; the text of a redirect
-    is its target. Nothing may stand before <mediawiki>: a <!DOCTYPE> would define entities."""
+    """Streams (title, kind, text) of the pages of an XML dump, plain or bz2. Of a redirect the text
+    is its target, of a disambiguation page, which leads to no article, it is "". Nothing may stand
+    before <mediawiki>: a <!DOCTYPE> would define entities."""
     with open(path, "rb") as raw:
         try:
             file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
@@ -1173,7 +1174,7 @@ def read_dump(path, say_language=False):
                     elif redirect is not None:
                         kind, text = "redirect", redirect.get("title")
                     elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
-                        kind = "disambiguation page"
+                        kind, text = "disambiguation page", ""
                     yield title, kind, text
                     root.clear()                            # or the whole dump stays in memory
         except (ElementTree.ParseError, EOFError, OSError) as e:
@@ -1218,14 +1219,14 @@ def read_article(page) -> tuple:
 
 def wiki(path, out, workers=1) -> Counter:
     """turn a Wikipedia dump (pages-articles) into a corpus"""
-    import mwparserfromhell  # noqa: F401                  # where it is missing this says so at once
+    import mwparserfromhell  # noqa: F401     (an optional package: its absence is said at once)
     counts, redirects = Counter(), {}
     for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
         counts.update({"pages": 1, "pages: " + kind: 1})
         if kind == "article":
             counts["links"] += text.count("[[")
         elif kind != "other namespace":
-            redirects[title] = canonical(text) if kind == "redirect" else ""    # "": to no article
+            redirects[title] = canonical(text)
 
     def articles():
         pages = (page for page in read_dump(path) if page[1] == "article")
@@ -1237,20 +1238,23 @@ def wiki(path, out, workers=1) -> Counter:
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
     """Writes articles, as read_article's, as lines of a corpus. Prints the counts: every link is
     kept, or dropped for a reason."""
-    def resolve(link):
-        """The link as a Mention of an article, or None."""
+    def article_of(link):
+        """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
         for _ in range(5):                                  # a longer chain is a circle
             title = redirects.get(title, title)
-        is_one = title and title not in redirects and not NO_ARTICLE.match(title)
-        kept = is_one and link.start < link.end
-        counts["links: kept" if kept else "links: to no article"] += 1
-        return link._replace(entity=title) if kept else None
+        if title in redirects or NO_ARTICLE.match(title) or link.start == link.end:
+            title = ""
+        counts["links: kept" if title else "links: to no article"] += 1
+        return title
 
     def lines():
         for title, paragraphs, n_left_out in tqdm(articles, "articles", leave=False, disable=None):
             counts["sections left out"] += n_left_out
-            linked = [(text, [*filter(None, map(resolve, links))]) for text, links in paragraphs]
+            linked = []
+            for text, links in paragraphs:
+                mentions = [link._replace(entity=article_of(link)) for link in links]
+                linked.append((text, [mention for mention in mentions if mention.entity]))
             for text, mentions in extend_mentions(title, linked):
                 counts.update(texts=1, mentions=len(mentions))
                 yield {"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
@@ -1280,10 +1284,9 @@ def extend_mentions(title, paragraphs) -> list:
     """Links what else on a page repeats its title or a link: Wikipedia links only the first.
     paragraphs: [(text, mentions)], as is the result. A name of two entities means neither."""
     links = [(text[m.start:m.end], m.entity) for text, mentions in paragraphs for m in mentions]
-    if title[1:].islower():                                 # "Anarchism": also a common noun
-        links.append((title.lower(), title))
+    is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     entity_of = {}                                          # each name as it is written
-    for shown, entity in [(title, title), *links]:
+    for shown, entity in [(title.lower() if is_noun else title, title), *links]:
         for name in names_for(shown, entity):
             if entity_of.setdefault(name, entity) not in (entity, title):
                 entity_of[name] = None
@@ -1392,11 +1395,12 @@ def task(name, paths, out, corpus=None):
 def check(path, preset="toy"):
     """count what a corpus holds, or list its first ten errors"""
     errors = []
-    texts = [text.text for text in read_corpus(path, errors)]
+    for _ in read_corpus(path, errors):         # to the end: errors are found on the way
+        pass
     if errors:
         raise UserError("\n".join(errors[:10]))
     settings = dict(TEXT_PRESETS[preset])
-    tokenizer = train_tokenizer(texts, settings.pop("vocab"))
+    tokenizer = train_tokenizer((text.text for text in read_corpus(path)), settings.pop("vocab"))
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.build(path, Path(folder, "corpus"), tokenizer, **settings)
     counts = dict(corpus.meta["counts"], mentions_to_evaluate_on=len(eval_mentions(corpus)))
@@ -1441,8 +1445,6 @@ def main() -> int:
     add[task]("paths", nargs="+", metavar="FILE")
     add[task]("--corpus", help="of questions: its entities are the answers")
     options = vars(parser.parse_args())
-    for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
-        stream.reconfigure(errors="backslashreplace")
     try:
         options.pop("run")(**options)
         return 0

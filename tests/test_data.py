@@ -207,11 +207,8 @@ def test_check_reads_as_the_preset_does(tmp_path, run):
         assert bool(re.search("mentions dropped, longer than a passage +1\n", said)) == dropped
 
 
-def test_a_terminal_without_utf8_and_bad_arguments(tmp_path, run):
-    path = write(tmp_path / "c.jsonl", [line("Zürich – 東京", (0, 6, "Zürich"))])
-    done = subprocess.run([sys.executable, data.__file__, "check", path], capture_output=True,
-                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and b"[Z\\xfcrich] \\u2013" in done.stdout and not done.stderr
+def test_a_number_of_workers_that_cannot_be_meant_is_refused(tmp_path, run):
+    path = write(tmp_path / "c.jsonl", [GOOD])
     for workers in ("0", "-1", "two"):
         with pytest.raises(SystemExit):
             run("wiki", path, "--out", tmp_path / "out", "--workers", workers)
