@@ -797,12 +797,12 @@ def read_examples(path, task) -> list:
     Raises UserError for a bad line or a file without any."""
     def make(record):
         text = field(record, "question" if task == "qa" else "text", [str])
-        label, answers = None, []
-        if task == "qa":
-            answers = [str(answer) for answer in field(record, "answers", [list])]
-        elif field(record, "label", [*CLAIM_LABELS, None]) is not None:
-            label = CLAIM_LABELS.index(record["label"])
-        return Example(text, read_mentions(record, text), label, answers, record)
+        answers = field(record, "answers", [list]) if task == "qa" else []
+        label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
+        if label is not None:
+            label = CLAIM_LABELS.index(label)
+        mentions = read_mentions(record, text)
+        return Example(text, mentions, label, [str(answer) for answer in answers], record)
 
     examples = list(read_records(path, make))
     if not examples:
