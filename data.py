@@ -1143,11 +1143,12 @@ AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hn
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
                       r"sources|works cited|bibliography|further reading|external links|see also|"
                       r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
-TIDY = (("(?<=\x02) +| +(?=\x03)", ""),
+TIDY = (("''+", ""),
+        ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),     # what a link lost to templates
         ("\x03([a-z]+)", "\\1\x03"),                            # [[bus]]es
         ("[ \t\xa0\u2009]+", " "),
         (r"\( ?(?:[;,] ?)+", "("),                              # of templates: "Plato (; 428 BC)"
-        (r"''+|\( ?\) ?| (?=[,.;)](?: |$))|^[*#:; ]+| +$", ""),
+        (r"\( ?\) ?| (?=[,.;)](?: |$))|^[*#:; ]+| +$", ""),
         (r"^.*(?:[|{}]|\[\[|\]\]|</?[a-zA-Z!]|__|\x01[^\x03]*\x01).*$|^(?:[!=]|--).*$", ""))
 
 def read_dump(path, say_language=False):
@@ -1243,7 +1244,7 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         title = canonical(link.entity.lstrip(" :"))
         for _ in range(5):                                  # a longer chain is a circle
             title = redirects.get(title, title)
-        if title in redirects or NO_ARTICLE.match(title) or link.start == link.end:
+        if title in redirects or NO_ARTICLE.match(title):
             title = ""
         counts["links: kept" if title else "links: to no article"] += 1
         return title
