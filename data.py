@@ -1314,7 +1314,7 @@ def kilt(path, out) -> Counter:
             try:
                 page = json.loads(line)
                 paragraphs = [(text, []) for text in page["text"]]
-                for a in sorted(page["anchors"], key=lambda anchor: anchor["start"]):
+                for a in page["anchors"]:
                     target = a.get("wikipedia_title") or unquote(a["href"])
                     paragraphs[a["paragraph_id"]][1].append(Mention(a["start"], a["end"], target))
                 counts.update(pages=1, links=len(page["anchors"]))
