@@ -52,7 +52,7 @@ TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
 
-FORMAT = 6              # of the folders of a run (commit_folder)
+FORMAT = 7              # of the folders of a run (commit_folder)
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -1446,11 +1446,14 @@ def main() -> int:
     add[task]("paths", nargs="+", metavar="FILE")
     add[task]("--corpus", help="of questions: its entities are the answers")
     options = vars(parser.parse_args())
+    sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
     try:
         options.pop("run")(**options)
         return 0
     except (UserError, OSError, ImportError) as error:
         return complain("data.py", error)
+    except KeyboardInterrupt:
+        return complain("data.py", "stopped; nothing half-written is left")
 
 if __name__ == "__main__":
     sys.exit(main())
