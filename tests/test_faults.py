@@ -447,9 +447,9 @@ def test_a_crafted_bert_runs_no_code(tmp_path, reference, small):
     (bert / "config.json").write_text(json.dumps(dict(
         vocab_size=len(words), hidden_size=96, num_hidden_layers=3, num_attention_heads=6, intermediate_size=96,
         max_position_embeddings=96, hidden_act="gelu")))
-    torch.save({"embeddings": Evil(tmp_path / "owned")}, bert / "pytorch_model.bin")
+    torch.save({"embeddings": Evil(tmp_path / "owned")}, bert / "cannot be read as a BERT")
     arguments = command("batch-tome", reference.folder, tmp_path / "run", "--init", str(bert))
-    one_sentence(*quietly(train.main, arguments), "pytorch_model.bin")
+    one_sentence(*quietly(train.main, arguments), "cannot be read as a BERT")
     assert not (tmp_path / "owned").exists()
 
 def test_no_file_is_written_outside_of_out_and_the_same_seed_gives_the_same_bits(
