@@ -151,16 +151,12 @@ class Batch:
         return Batch(**{name: tensor.to(device, non_blocking=True)
                         for name, tensor in vars(self).items() if tensor is not None})
 
-    def of_mentions(self, kept) -> dict:
-        """{field: tensor} of these of the mentions."""
-        return {name: getattr(self, name)[kept] for name in MENTIONS}
-
     def part(self, rank, size) -> "Batch":
         """Rows rank, rank + size, … with their mentions and targets, renumbered: what the process
         `rank` of `size` computes."""
         T = self.tokens.shape[1]
         ours = self.row % size == rank                              # (M,)
-        part = self.of_mentions(ours)
+        part = {name: getattr(self, name)[ours] for name in MENTIONS}
         part["row"] = part["row"] // size
         for name in ROWS:
             if getattr(self, name) is not None:
@@ -223,7 +219,7 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
     kept = np.arange(len(batch.row))
     if max_mentions is not None and len(kept) > max_mentions * len(tokens):
         kept = np.sort(rng.choice(len(kept), max_mentions * len(tokens), replace=False))
-        batch = replace(batch, **batch.of_mentions(kept))
+        batch = replace(batch, **{name: getattr(batch, name)[kept] for name in MENTIONS})
 
     chosen = corpus.maskable[tokens] & (owner < 0) & (rng.random(tokens.shape) < token_rate)
     if mention_rate:
@@ -245,20 +241,19 @@ def eval_batch(corpus, mentions) -> Batch:
     chosen = np.isin(inside_mentions(batch), np.flatnonzero(asked))
     return with_targets(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked))
 
-def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
+def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 
     Linked, the entity stands once in the passage, is not the article's title (which most of its
-    passages name), and is linked in at least min_elsewhere other passages, held out or not."""
+    passages name), and is linked in another passage, held out or not."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
-    passages_with = np.bincount(pairs % E, minlength=E)                     # (E,)
+    is_elsewhere = np.bincount(pairs % E, minlength=E)[entity] > 1
     titles = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])
     is_title = titles[corpus.article[passage]] == entity
-    is_elsewhere = passages_with[entity] > min_elsewhere
-    return linked[corpus.held_out[passage] & (count[pair] == 1) & ~is_title & is_elsewhere]
+    return linked[corpus.held_out[passage] & (count[pair] == 1) & is_elsewhere & ~is_title]
 
 # ---------------------------------------------------------------- related passages (app. A.1)
 
@@ -272,17 +267,15 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     article = np.random.default_rng(seed).permutation(len(numbers))[article]    # ties: the smallest
-    unused, entities, articles = [[] for _ in numbers], [set() for _ in numbers], defaultdict(set)
+    unused, entities, articles = [[] for _ in numbers], [set() for _ in numbers], defaultdict(list)
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
         entities[a].update(corpus.passage_entities(p).tolist())
+    n_articles = Counter(entity for found in entities for entity in found)
     for a, found in enumerate(entities):
-        for entity in found:
-            articles[entity].add(a)
-    for entity, found in articles.items():
-        if entity == 0 or len(found) > max_articles:
-            for a in found:
-                entities[a].remove(entity)
+        entities[a] = {e for e in found if e and n_articles[e] <= max_articles}     # 0: not linked
+        for entity in entities[a]:
+            articles[entity].append(a)
 
     clusters, n_unused = [], np.array([len(found) for found in unused])
     while n_unused.any():
@@ -381,12 +374,12 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
     asked = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
-    nothing = Passage(np.array([special[CLS], special[SEP]], np.int32), none, none, none)
+    nothing = np.array([special[CLS], special[SEP]], np.int32), none, none, none
     room = max_length - len(asked)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, encoding in zip(examples, encodings):
         passages = encode_text(encoding, example.mentions, room, room, special, Counter())
-        tokens, *columns, _ = passages[0] if passages else nothing
+        tokens, *columns = passages[0] if passages else nothing
         columns = [column[:max_mentions] for column in columns]
         if asked:
             at = len(tokens) - 1                                    # before [SEP]
@@ -399,14 +392,13 @@ def count_cut_mentions(examples, tokenizer, max_length) -> int:
     passages = example_passages(examples, "qa", tokenizer, max_length)
     return sum(len(e.mentions) + 1 - len(passage.index) for e, passage in zip(examples, passages))
 
-def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
-                  max_length=512) -> Batch:
+def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
     task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
     no label, but the entity of a mention as answer. Its mentions are hidden behind [MASK], and the
     first one is asked. What is behind max_length positions is cut off (count_cut_mentions)."""
-    passages = example_passages(examples, task, tokenizer, max_length, max_mentions)
+    passages = example_passages(examples, task, tokenizer, max_length)
     special = special_ids(tokenizer)
     batch = collate(list(passages), special[PAD])
     batch.tokens = batch.unmasked.clone()
@@ -431,8 +423,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
 # ---------------------------------------------------------------- the toy world
 
 def _entries(table):
-    """The (words of the head, parts) of each entry "head: part | part …"; what goes on in the next
-    line is indented."""
+    """(words of its head, parts) of each "head: part | part …"; its next lines are indented."""
     for entry in re.split(r"\n(?! )", table.strip()):
         head, _, parts = entry.partition(":")
         yield head.split(), [" ".join(part.split()) for part in parts.split("|")]
@@ -440,35 +431,34 @@ def _entries(table):
 # A name is a first and a last word: it is learnt as a pair, and an unseen name is a new pair.
 NAMES = {kind: [pool.split() for pool in pools] for (kind,), pools in _entries("""
 person: Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
-  Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa Fabian
-  Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula Viktor
-  Wanda | Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel Tarkov Ulland
-  Varga Westrup Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier Hale Ibsen Jarvis
-  Keller Lorenz Moreau Nyberg Orloff Pascal Renner Salinas Thorne Unwin Vance Weaver Adler Bishop
-  Castell Draper Engel Forster Grange Hartley Irving Jansen Kovac Lambert Mercer Novak Olsen
-  Porter Ramsey Sutter
+ Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa Fabian
+ Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula Viktor Wanda |
+ Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel Tarkov Ulland Varga Westrup
+ Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier Hale Ibsen Jarvis Keller Lorenz Moreau
+ Nyberg Orloff Pascal Renner Salinas Thorne Unwin Vance Weaver Adler Bishop Castell Draper Engel
+ Forster Grange Hartley Irving Jansen Kovac Lambert Mercer Novak Olsen Porter Ramsey Sutter
 city: Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver Golden
-  Stone Long Bright Cold Deep Fair Kings Queens Bishops | Ellin Orla Dunmere Ashby Belcourt Carrow
-  Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham Oakley Penrith
-  Redmond Selby Tarrant Upton Vernon Wexley Yardley Amber Brook
+ Stone Long Bright Cold Deep Fair Kings Queens Bishops | Ellin Orla Dunmere Ashby Belcourt Carrow
+ Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham Oakley Penrith Redmond
+ Selby Tarrant Upton Vernon Wexley Yardley Amber Brook
 country: North South East West New Upper Lower Inner Outer Grand Free United | Karovia Maland
-  Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia Istrana
-  Jorvia Kestoria
+ Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia Istrana Jorvia
+ Kestoria
 company: Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel Lotus
-  Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith | Motors Steel Foods Books
-  Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels Kitchens Lumber
-  Media Optics Paper Rail Shipping Textiles
-film: Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight
-  Narrow Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow Last
-  Lost Pale Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden | Garden Mirror River
-  Letters Shadow Window Dancer Island Orchard Promise Station Tiger Voyage Whisper Anthem Bells
-  Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory Mountain Night Ocean
-  Painter Road Sailor Storm Summer Thief Tower
+ Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith | Motors Steel Foods Books
+ Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels Kitchens Lumber Media
+ Optics Paper Rail Shipping Textiles
+film: Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight Narrow
+ Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow Last Lost Pale
+ Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden | Garden Mirror River Letters Shadow
+ Window Dancer Island Orchard Promise Station Tiger Voyage Whisper Anthem Bells Circus Diary Echo
+ Feast Ghost Harvest Journey Kingdom Lantern Memory Mountain Night Ocean Painter Road Sailor Storm
+ Summer Thief Tower
 """)}
 COUNTS = {"person": 800, "city": 220, "country": 60, "company": 220, "film": 600}
 
-# A relation: the kinds of its subject S and object O; a noun, so that "S's noun" describes O without
-# its name; what is said of it in the corpus, in claims (in other words), in questions.
+# A relation: the kinds of its subject S and its object O; a noun, so that "S's noun" describes O
+# without its name; five phrases for the corpus, two for claims (in other words), two questions.
 Relation = namedtuple("Relation", "subject object noun phrases claims questions")
 RELATIONS = {name: Relation(*kinds, noun, parts[:5], parts[5:7], parts[7:])
              for (name, *kinds, noun), parts in _entries("""
@@ -512,60 +502,49 @@ location film city location: S was filmed in O. | The streets of O can be seen i
   Where was the film S made?
 """)}
 
-def _say(phrase, subject, obj="", noun="", bridge=""):
-    """A phrase filled in, with mentions and links: "[Alma Verran|Alma Verran] was born in [Port…".
-
-    With a noun it is about "X's [director|]", which takes two hops; that description is linked
-    where a bridge is given: "[director|Y]". An object "a city" is nobody's name."""
-    said = {"S": f"[{subject}|{subject}]", "O": obj if obj.islower() else f"[{obj}|{obj}]"}
-    if noun:
-        said["S"] += f"'s [{noun}|{bridge}]"
+def _say(phrase, subject, obj="", noun=""):
+    """The phrase about the subject, or about "subject's noun", which takes two hops."""
+    said = {"S": f"{subject}'s {noun}" if noun else subject, "O": obj}
     text = re.sub(r"\b[SO]\b", lambda match: said[match[0]], phrase)
     return text[0].upper() + text[1:]
 
-def _line(key, marked, **others):
-    """A line of a file; marked: what _say says."""
-    text, *parts = re.split(r"\[(.*?)\|(.*?)\]", marked)
-    mentions = []
-    for shown, entity, after in zip(parts[::3], parts[1::3], parts[2::3]):
-        start, end = len(text), len(text) + len(shown)
-        mentions.append({"start": start, "end": end, "entity": entity or None})
-        text += shown + after
+def _line(key, text, entity_of, **others):
+    """A line of a file. entity_of: {name, or noun of a description "X's noun": entity or None}."""
+    names = [name if name.istitle() else f"(?<='s ){name}" for name in entity_of]
+    mentions = [{"start": found.start(), "end": found.end(), "entity": entity_of[found[0]]}
+                for found in re.finditer("|".join(names), text)]
     return {key: text, "mentions": mentions, **others}
 
-def toy_world(seed=0, descriptions=0.5):
+def toy_world(seed=0):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
 
     It is two worlds that share name words but no entity: one is seen in training, the other (20%)
     is held out whole. Examples are split by fact, (subject, relation), alike for all tasks; both
-    facts of a two-hop example are in its split. descriptions: see _toy_passages."""
+    facts of a two-hop example are in its split."""
     rng = np.random.default_rng(seed)
     seen, unseen = {}, {}                                   # kind -> names
     for kind, (firsts, lasts) in NAMES.items():
         n = COUNTS[kind]
-        pairs = rng.permutation(len(firsts) * len(lasts))[:n + n // 5]
-        names = [f"{firsts[i // len(lasts)]} {lasts[i % len(lasts)]}" for i in pairs]
-        seen[kind], unseen[kind] = names[:n], names[n:]
+        names = rng.permutation([f"{first} {last}" for first in firsts for last in lasts]).tolist()
+        seen[kind], unseen[kind] = names[:n], names[n:n + n // 5]
     facts, unseen_facts = _toy_facts(rng, seen), _toy_facts(rng, unseen)
     split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
     split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
     facts |= unseen_facts
-    lines = _toy_passages(rng, facts, split, descriptions)
-    lines = [lines[i] for i in rng.permutation(len(lines))]
-
-    examples = {}
+    lines = _toy_passages(rng, facts, split)
+    lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
         of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        for hops, items in _toy_hops(of_split).items():
-            made = _toy_examples(rng, items, limit, name == "train")
-            examples |= {f"{task}.{hops}.{name}": made[task] for task in made}
-    for name in ("train", "dev"):                           # both kinds, to learn from together
+        one, two = (_toy_examples(rng, asked, limit, name == "train")
+                    for asked in _toy_hops(of_split))
         for task in ("qa", "claims"):
-            one, two = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
-            examples[f"{task}.both.{name}"] = one + two
+            examples[f"{task}.one_hop.{name}"] = one[task]
+            examples[f"{task}.two_hop.{name}"] = two[task]
+            if name in ("train", "dev"):                    # both kinds, to learn from together
+                examples[f"{task}.both.{name}"] = one[task] + two[task]
     return lines, examples
 
-def _toy_facts(rng, names):
+def _toy_facts(rng, names) -> dict:
     """Facts {(subject, relation): object} drawn at random; names: {kind: names}."""
     facts = {}
     for name, relation in RELATIONS.items():
@@ -574,39 +553,40 @@ def _toy_facts(rng, names):
             facts[subject, name] = other if one == subject else one
     return facts
 
-def _toy_passages(rng, facts, split, descriptions):
+def _toy_passages(rng, facts, split) -> list:
     """Five passages a subject, each with all of its facts, every time in another phrase: a masked
     mention can be told from the other passages and from nowhere else. 5% of the passages of the
     seen world are held out.
 
-    descriptions: the share of the seen world's training passages in which one fact is not stated:
-    in place of "X was directed by Y." stands "X's director was born in a city.", with a link to Y
-    on the description, as links stand in Wikipedia. From these a model learns whom a description
-    means, which two hops begin with. The examples do not link it."""
+    In half of the seen world's training passages one fact is not stated: in place of "X was
+    directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
+    as links stand in Wikipedia. From these a model learns whom a description means, which two hops
+    begin with. The examples do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
-        relations = [r for r in RELATIONS if (subject, r) in facts]
+        objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
+        entity_of = {name: name for name in (subject, *objects.values())}
         held_out = rng.integers(20)         # below 5, a passage of its own, for one subject in four
-        order = {r: rng.permutation(5) for r in relations}
+        order = {r: rng.permutation(5) for r in objects}
         left_out = Counter()
         for i in range(5):
-            said = {}
-            for r in rng.permutation(relations).tolist():
-                said[r] = _say(RELATIONS[r].phrases[order[r][i]], subject, facts[subject, r])
-            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2]
-            if rng.random() < descriptions and i != held_out and possible:
+            said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, objects[r])
+                    for r in rng.permutation(list(objects)).tolist()}
+            possible = [r for r in objects if split[subject, r] == "train" and left_out[r] < 2]
+            if rng.random() < .5 and i != held_out and possible:
                 first = possible[rng.integers(len(possible))]
                 left_out[first] += 1
-                about = [r for r in RELATIONS.values() if r.subject == RELATIONS[first].object]
+                noun, kind = RELATIONS[first].noun, RELATIONS[first].object
+                about = [r for r in RELATIONS.values() if r.subject == kind]
                 second = about[rng.integers(len(about))]
-                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}",
-                                   RELATIONS[first].noun, facts[subject, first])
-            is_unseen = split[subject, relations[0]] == "unseen"
-            name = "held_out" if is_unseen or i == held_out else "train"
-            lines.append({"title": subject, **_line("text", " ".join(said.values()), split=name)})
+                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", noun)
+                entity_of[noun] = objects[first]
+            is_train = i != held_out and "unseen" not in (split[subject, r] for r in objects)
+            lines.append({"title": subject, **_line("text", " ".join(said.values()), entity_of,
+                                                    split="train" if is_train else "held_out")})
     return lines
 
-def _toy_hops(facts) -> dict:
+def _toy_hops(facts) -> tuple:
     """What can be asked of these facts: "Who directed X?" and "Where was X's director born?", where
     the director is the bridge."""
     one = [{"subject": subject, "relations": [first], "object": obj}
@@ -614,29 +594,33 @@ def _toy_hops(facts) -> dict:
     two = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
             "bridge": bridge} for (subject, first), bridge in facts.items() for second in RELATIONS
            if facts.get((bridge, second), subject) != subject]
-    return {"one_hop": one, "two_hop": two}
+    return one, two
 
-def _toy_examples(rng, items, limit, is_train) -> dict:
+def _toy_examples(rng, asked, limit, is_train) -> dict:
     """Questions and claims about these facts, or pairs of facts.
 
     A wrong object is that of another fact of this relation and split, so as frequent as right
     ones, and each fact is claimed rightly and wrongly: only the memory tells them apart. In
     training so in every phrase: that is harder to learn by heart."""
     qa, claims, objects = [], [], defaultdict(list)
-    for item in items:
-        objects[item["relations"][-1]].append(item["object"])
-    for i in rng.permutation(len(items))[:limit]:
-        subject, obj, bridge = (items[i].get(name) for name in ("subject", "object", "bridge"))
-        first, last = items[i]["relations"][0], items[i]["relations"][-1]
+    for fact in asked:
+        objects[fact["relations"][-1]].append(fact["object"])
+    for i in rng.permutation(len(asked))[:limit]:
+        subject, obj, bridge = (asked[i].get(name) for name in ("subject", "object", "bridge"))
+        first, last = asked[i]["relations"][0], asked[i]["relations"][-1]
         noun, relation = RELATIONS[first].noun if bridge else "", RELATIONS[last]
+        about = {subject: subject, noun: None} if noun else {subject: subject}
         question = _say(rng.choice(relation.questions), subject, noun=noun)
-        qa.append(_line("question", question, answers=[obj], **items[i]))
+        qa.append(_line("question", question, about, answers=[obj], **asked[i]))
         wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
+        if not wrong:
+            continue
         for phrase in relation.claims if is_train else [rng.choice(relation.claims)]:
             other = wrong[rng.integers(len(wrong))]
             for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
                 claim = _say(phrase, subject, claimed, noun)
-                claims.append(_line("text", claim, label=label, **items[i]))
+                claims.append(_line("text", claim, about | {claimed: claimed}, label=label,
+                                    **asked[i]))
     return {"qa": qa, "claims": claims if is_train else claims[:limit]}
 
 def write_toy(folder, lines, examples):
@@ -971,7 +955,8 @@ class Corpus:
         for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
             array = np.memmap(Path(folder, name + ".bin"), dtype, "r")
             setattr(self, name, np.asarray(array))
-        self.mention_char, self.text_at = (a.reshape(-1, 2) for a in (self.mention_char, self.text_at))
+        for name in ("mention_char", "text_at"):
+            setattr(self, name, getattr(self, name).reshape(-1, 2))
         self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
         self.article_index = {title: i for i, title in enumerate(self.titles)}
         self.entity_index = {name: i for i, name in enumerate(self.entity_names)}
@@ -1045,33 +1030,31 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
             for name, values in arrays.items():
                 files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
-        def end_passage():      # where the next one starts; int32 takes 4 bytes
-            append(passage_start=[files["tokens"].tell() // 4],
-                   mention_first=[files["mention_start"].tell() // 4])
-
         if old is None:
-            end_passage()
+            append(passage_start=[0], mention_first=[0])
         for text, encoding in encodings_of(path, tokenizer):
-            held_out = old is not None or text.split == "held_out"
-            if old is None and text.split is None:          # one article in twenty, by its title
-                held_out = zlib.crc32(text.title.encode()) % 20 == 0
+            is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
+            split = text.split or ("held_out" if is_twentieth else "train")
+            held_out = old is not None or split == "held_out"
             article = titles.setdefault(text.title, len(titles))
             entity = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
-            text_from = files["text"].tell()
-            files["text"].write(text.text.encode())
             counts.update(texts=1, mentions_read=len(entity),
                           texts_without_a_token=not encoding.ids)
+            text_from = files["text"].tell()
+            files["text"].write(text.text.encode())
             for passage in encode_text(encoding, text.mentions, passage_length, max_length, special,
                                        dropped):
                 linked = [entity[i] for i in passage.index]
-                chars = [text.mentions[i][:2] for i in passage.index]
+                m = len(linked)
+                counts.update(passages=1, passages_held_out=held_out, mentions=m,
+                              linked=sum(number > 0 for number in linked),
+                              tokens=len(passage.tokens) - 2 * m - 2)
                 append(tokens=passage.tokens, mention_start=passage.start, mention_end=passage.end,
-                       mention_entity=linked, mention_char=chars, article=[article],
-                       held_out=[held_out], text_at=[text_from, files["text"].tell()])
-                end_passage()
-                counts.update(passages=1, passages_held_out=held_out, mentions=len(linked),
-                              linked=int(np.count_nonzero(linked)),
-                              tokens=len(passage.tokens) - 2 * len(linked) - 2)
+                       mention_entity=linked, article=[article], held_out=[held_out],
+                       mention_char=[text.mentions[i][:2] for i in passage.index],
+                       text_at=[text_from, files["text"].tell()],
+                       mention_first=[counts["mentions"]])
+                append(passage_start=[files["tokens"].tell() // 4])         # int32: 4 bytes
     if counts["linked"] == linked_before:
         raise UserError(f"{path}: holds no text, or no linked mention; a mention memory is made of "
                         "linked mentions")
