@@ -29,8 +29,7 @@ from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Iterator, NamedTuple
 from urllib.parse import unquote
@@ -187,7 +186,7 @@ def corpus_batch(corpus, passages) -> Batch:
     """Passages of the corpus, by their numbers, with all of their mentions."""
     batch = collate([corpus.passage(p) for p in passages], corpus.special[PAD])
     batch.entity = torch.from_numpy(corpus.mention_entity[batch.mention]).long()
-    batch.passage = torch.from_numpy(np.asarray(passages))[batch.row]
+    batch.passage = torch.from_numpy(np.asarray(passages, np.int64))[batch.row]
     return batch
 
 def inside_mentions(batch) -> np.ndarray:
@@ -335,7 +334,7 @@ def find_mentions(text, names) -> list:
     words = list(_WORD.finditer(text))
     mentions, i = [], 0
     while i < len(words):
-        node, last, stop = index, None, i       # stop: the word after the longest name found
+        node, stop = index, i       # stop: the word after the longest name found
         for n in range(i, len(words)):
             node = node.get(words[n].group().lower())
             if node is None:
@@ -347,25 +346,17 @@ def find_mentions(text, names) -> list:
         i = max(stop, i + 1)
     return mentions
 
-@lru_cache(1)
-def noun_chunker():
-    """spaCy's English pipeline, which finds the paper's mentions of claims and questions (app.
-    B.1). None where it is not installed."""
+def mention_finder(names):
+    """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
+    noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
     try:
         import spacy
-        return spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
+        pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # parts of spaCy that do not fit raise anything
-        return None
-
-def mention_finder(names):
-    """(how, find): find(text) -> mentions of a text that comes without: noun chunks where spaCy
-    and its English pipeline are installed, else the longest matches of these entity names."""
-    pipeline = noun_chunker()
-    if pipeline is not None:
-        return "spaCy's noun chunks", lambda text: [
-            Mention(chunk.start_char, chunk.end_char, None) for chunk in pipeline(text).noun_chunks]
-    index = name_index(names)
-    return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
+        tree = name_index(names)
+        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
+    return "spaCy's noun chunks", lambda text: [
+        Mention(chunk.start_char, chunk.end_char, None) for chunk in pipeline(text).noun_chunks]
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """The Passage of each example: what of its text fits in max_length positions, and of its
@@ -535,8 +526,7 @@ def toy_world(seed=0):
     lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
         of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        one, two = (_toy_examples(rng, asked, limit, name == "train")
-                    for asked in _toy_hops(of_split))
+        one, two = (_toy_examples(rng, of_split, hops, limit, name == "train") for hops in (1, 2))
         for task in ("qa", "claims"):
             examples[f"{task}.one_hop.{name}"] = one[task]
             examples[f"{task}.two_hop.{name}"] = two[task]
@@ -586,22 +576,19 @@ def _toy_passages(rng, facts, split) -> list:
                                                     split="train" if is_train else "held_out")})
     return lines
 
-def _toy_hops(facts) -> tuple:
-    """What can be asked of these facts: "Who directed X?" and "Where was X's director born?", where
-    the director is the bridge."""
-    one = [{"subject": subject, "relations": [first], "object": obj}
-           for (subject, first), obj in facts.items()]
-    two = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
-            "bridge": bridge} for (subject, first), bridge in facts.items() for second in RELATIONS
-           if facts.get((bridge, second), subject) != subject]
-    return one, two
-
-def _toy_examples(rng, asked, limit, is_train) -> dict:
-    """Questions and claims about these facts, or pairs of facts.
+def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
+    """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
+    director born?", where the director is the bridge.
 
     A wrong object is that of another fact of this relation and split, so as frequent as right
     ones, and each fact is claimed rightly and wrongly: only the memory tells them apart. In
     training so in every phrase: that is harder to learn by heart."""
+    asked = [{"subject": subject, "relations": [first], "object": obj}
+             for (subject, first), obj in facts.items()]
+    if hops == 2:
+        asked = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
+                  "bridge": bridge} for (subject, first), bridge in facts.items()
+                 for second in RELATIONS if facts.get((bridge, second), subject) != subject]
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])
@@ -1005,9 +992,9 @@ class Corpus:
     def show_mention(self, m, width=80) -> str:
         """One line to read: "Title: before [mention] after"."""
         p, (start, end) = self.passage_of(m), self.mention_char[m]
-        text = self.text[slice(*self.text_at[p])].tobytes().decode()
+        first, stop = self.text_at[p]
+        text, title = self.text[first:stop].tobytes().decode(), self.titles[self.article[p]]
         left, right = text[max(0, start - width):start], text[end:end + width]
-        title = self.titles[self.article[p]]
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
 def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
@@ -1020,8 +1007,6 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
         for name in Corpus.ARRAYS:
             shutil.copy(Path(old.folder, name + ".bin"), folder)
-    linked_before = counts["linked"]
-
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
                  for name in Corpus.ARRAYS}
@@ -1032,7 +1017,8 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 
         if old is None:
             append(passage_start=[0], mention_first=[0])
-        for text, encoding in encodings_of(path, tokenizer):
+        for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None):
+            encoding = tokenizer.encode(text.text, add_special_tokens=False)
             is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
             split = text.split or ("held_out" if is_twentieth else "train")
             held_out = old is not None or split == "held_out"
@@ -1055,20 +1041,13 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
                        text_at=[text_from, files["text"].tell()],
                        mention_first=[counts["mentions"]])
                 append(passage_start=[files["tokens"].tell() // 4])         # int32: 4 bytes
-    if counts["linked"] == linked_before:
+    if not counts["linked"]:
         raise UserError(f"{path}: holds no text, or no linked mention; a mention memory is made of "
                         "linked mentions")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
     Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
     return {"counts": counts, "dropped": dropped, "special": special,
             "vocab_size": tokenizer.get_vocab_size()}
-
-def encodings_of(path, tokenizer):
-    """(text, its encoding) of each text of a corpus file."""
-    texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
-    while chunk := list(islice(texts, 1024)):
-        encodings = tokenizer.encode_batch([text.text for text in chunk], add_special_tokens=False)
-        yield from zip(chunk, encodings)
 
 # ---------------------------------------------------------------- Wikipedia
 

@@ -509,9 +509,7 @@ def test_noun_chunks_are_mentions_where_spacy_is(monkeypatch):
     spacy = some(load=lambda name, exclude: {"en_core_web_sm": lambda text: found}[name])
     for module, how in ((spacy, "spaCy's noun chunks"), (None, "entity names (no spaCy")):
         monkeypatch.setitem(sys.modules, "spacy", module)
-        data.noun_chunker.cache_clear()
         said, find = data.mention_finder(["Hungry"])
         assert said.startswith(how)
         start = 0 if module else 13
         assert [mention.start for mention in find("The song was Hungry.")] == [start]
-    data.noun_chunker.cache_clear()
