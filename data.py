@@ -940,10 +940,9 @@ class Corpus:
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
         self.folder, self.meta = folder, open_folder(folder, "tokenised corpus")
         for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
-            array = np.memmap(Path(folder, name + ".bin"), dtype, "r")
-            setattr(self, name, np.asarray(array))
-        for name in ("mention_char", "text_at"):
-            setattr(self, name, getattr(self, name).reshape(-1, 2))
+            array = np.asarray(np.memmap(Path(folder, name + ".bin"), dtype, "r"))
+            is_pairs = name in ("mention_char", "text_at")
+            setattr(self, name, array.reshape(-1, 2) if is_pairs else array)
         self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
         self.article_index = {title: i for i, title in enumerate(self.titles)}
         self.entity_index = {name: i for i, name in enumerate(self.entity_names)}
@@ -959,8 +958,7 @@ class Corpus:
         """Tokenises a corpus file into a new folder, as a stream, and opens it.
 
         recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
-        all that is new is held out. Raises UserError for a bad line, a file without a text or a
-        linked mention."""
+        all that is new is held out. Raises UserError for a bad line or no linked mention."""
         part = f"{os.path.normpath(folder)}.part"
         if os.path.lexists(folder):
             raise UserError(f"{folder}: exists; choose another folder, or remove it")
@@ -1042,8 +1040,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
                        mention_first=[counts["mentions"]])
                 append(passage_start=[files["tokens"].tell() // 4])         # int32: 4 bytes
     if not counts["linked"]:
-        raise UserError(f"{path}: holds no text, or no linked mention; a mention memory is made of "
-                        "linked mentions")
+        raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
     Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
     return {"counts": counts, "dropped": dropped, "special": special,
