@@ -276,10 +276,12 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
         for entity in entities[a]:
             articles[entity].append(a)
 
-    clusters, n_unused = [], np.array([len(found) for found in unused])
+    articles = {entity: np.array(articles[entity], np.int64) for entity in [0, *articles]}
+
+    n_unused = np.array([len(found) for found in unused])
+    n_entities, clusters = np.array([len(found) for found in entities]), []
     while n_unused.any():
-        cluster, joined = [], set()                                 # joined: its entities
-        a = n_unused.argmax()
+        a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
         while True:
             n = size - len(cluster)
             cluster += unused[a][:n]
@@ -288,10 +290,12 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
             if len(cluster) == size or not n_unused.any():
                 break
             joined |= entities[a]
-            shared = Counter(b for entity in joined for b in articles[entity] if unused[b])
-            jaccard = {b: n / (len(entities[b]) + len(joined) - n) for b, n in shared.items()}
+            sharing = [articles[entity] for entity in joined]
+            found, both = np.unique(np.concatenate([articles[0], *sharing]), return_counts=True)
+            jaccard = both / (n_entities[found] + len(joined) - both)
+            jaccard[n_unused[found] == 0] = 0
             # if nothing left shares an entity, the first article left
-            a = min(jaccard, key=lambda b: (-jaccard[b], b), default=(n_unused > 0).argmax())
+            a = found[jaccard.argmax()] if jaccard.any() else (n_unused > 0).argmax()
         clusters.append(np.array(cluster))
     return clusters
 
