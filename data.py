@@ -275,11 +275,11 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
         entities[a] = {e for e in found if e and n_articles[e] <= max_articles}     # 0: not linked
         for entity in entities[a]:
             articles[entity].append(a)
-
     articles = {entity: np.array(articles[entity], np.int64) for entity in [0, *articles]}
-
+    n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
-    n_entities, clusters = np.array([len(found) for found in entities]), []
+
+    clusters = []
     while n_unused.any():
         a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
         while True:
