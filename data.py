@@ -185,7 +185,7 @@ def collate(passages, pad) -> Batch:
 def corpus_batch(corpus, passages) -> Batch:
     """Passages of the corpus, by their numbers, with all of their mentions."""
     batch = collate([corpus.passage(p) for p in passages], corpus.special[PAD])
-    batch.entity = torch.from_numpy(corpus.mention_entity[batch.mention]).long()
+    batch.entity = torch.from_numpy(corpus.mention_entity[batch.mention.numpy()]).long()
     batch.passage = torch.from_numpy(np.asarray(passages, np.int64))[batch.row]
     return batch
 
@@ -224,7 +224,7 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
     if mention_rate:
         masked = rng.permutation(len(kept))[:max(1, round(mention_rate * len(kept)))]
         if is_withheld is not None:
-            masked = masked[~is_withheld[batch.entity[masked]]]
+            masked = masked[~is_withheld[batch.entity.numpy()[masked]]]
         chosen |= np.isin(owner, kept[masked])
     fate = rng.random(chosen.sum())         # 80% [MASK], 10% a random word, 10% left as they are
     words = rng.choice(corpus.words, len(fate))
@@ -236,7 +236,7 @@ def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = corpus_batch(corpus, corpus.passage_of(mentions))
-    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row]        # (M,) one a row
+    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one a row
     chosen = np.isin(inside_mentions(batch), np.flatnonzero(asked))
     return with_targets(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked))
 
