@@ -24,16 +24,14 @@ import shutil
 import sys
 import tempfile
 import zlib
-from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from io import TextIOWrapper
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
@@ -51,7 +49,6 @@ TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-
 FORMAT = 7              # of the folders of a run (commit_folder)
 
 class UserError(Exception):
@@ -74,8 +71,7 @@ class Passage(NamedTuple):
     tokens: np.ndarray      # (n + 2m + 2,) int32, [CLS] … [SEP]
     start: np.ndarray       # (m,) positions of [E_start]
     end: np.ndarray         # (m,) positions of [E_end]
-    index: np.ndarray       # (m,) which of the text's mentions
-    chars: tuple            # the passage's characters in the text: from, to (None: the end)
+    index: np.ndarray       # (m,) which of the text's mentions, or of the corpus's
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (T) and max_length positions.
@@ -86,54 +82,51 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons for which mentions were left out, added to."""
-    ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
-    ends = [end for _, end in encoding.offsets]
-    spans = []                      # first token, the token after the last, which mention
-    for i, (char_start, char_end, *_) in enumerate(mentions):
-        first, stop = bisect_right(ends, char_start), bisect_left(starts, char_end)
-        if first >= stop:
+    token_start, token_end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
+    first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
+    stop = np.searchsorted(token_start, char_end)               # the token after its last
+    kept, taken = [], 0                                         # taken: where the last one stops
+    for i in np.lexsort((-stop, first)):
+        length = stop[i] - first[i]
+        if length <= 0:
             dropped["without a token"] += 1
-        elif stop - first > passage_length or stop - first + 4 > max_length:
+        elif length > passage_length or length + 4 > max_length:
             dropped["longer than a passage"] += 1
-        else:
-            spans.append((first, stop, i))
-    mention_at, taken = {}, 0       # first token -> the token after the last, which mention
-    for first, stop, i in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if first < taken:
+        elif first[i] < taken:
             dropped["overlaps another mention"] += 1
         else:
-            mention_at[first] = stop, i
-            taken = stop
+            kept.append(i)
+            taken = stop[i]
+    kept = np.array(kept, np.int64)
+    first, stop, before = first[kept], stop[kept], 2 * np.arange(len(kept))
 
-    rows, edges = [], []            # of each passage its lists; the characters at which it begins
-    lo, tokens, t = 0, [], 0        # of the last one: first token, what it holds; the next token
-    while t < len(starts):          # one token, or a whole mention
-        stop, i = mention_at.get(t, (t + 1, None))
-        needed = stop - t + (1 if i is None else 3)             # with markers and [SEP]
-        if not rows or stop - lo > passage_length or len(tokens) + needed > max_length:
-            lo, tokens, start, end, index = t, [special[CLS]], [], [], []
-            rows.append((tokens, start, end, index))
-            edges.append(starts[lo] if lo else 0)
-        if i is None:
-            tokens.append(ids[t])
-        else:
-            index.append(i)
-            start.append(len(tokens))
-            tokens += [special[E_START], *ids[t:stop]]
-            end.append(len(tokens))
-            tokens.append(special[E_END])
-        t = stop
-    passages = []
-    for (tokens, *columns), chars in zip(rows, pairwise([*edges, None])):
-        tokens = np.array([*tokens, special[SEP]], np.int32)
-        passages.append(Passage(tokens, *(np.array(c, np.int64) for c in columns), chars))
+    # Put the markers into the whole text; 2k of them stand before mention k.
+    ids, markers = np.array(encoding.ids, np.int32), [special[E_START], special[E_END]]
+    ids = np.insert(ids, np.stack([first, stop], 1).ravel(), markers * len(kept))
+    start, end = first + before, stop + before + 1
+    # Cut it at edges: tokens before which every mention that is opened is also closed.
+    token = np.arange(len(encoding.ids) + 1)
+    opened, closed = np.searchsorted(first, token), np.searchsorted(stop, token, "right")
+    edges = np.flatnonzero(opened == closed)
+    position = edges + 2 * closed[edges]                        # where they are in ids
+    passages, a = [], 0
+    while a < len(edges) - 1:
+        too_long = np.searchsorted(edges, edges[a] + passage_length, "right")
+        too_wide = np.searchsorted(position, position[a] + max_length - 2, "right")
+        b = min(too_long, too_wide) - 1
+        lo, hi = position[[a, b]]
+        tokens = np.array([special[CLS], *ids[lo:hi], special[SEP]], np.int32)
+        inside = (lo <= start) & (start < hi)
+        passages.append(Passage(tokens, start[inside] - lo + 1, end[inside] - lo + 1, kept[inside]))
+        a = b
     return passages
 
 # ---------------------------------------------------------------- batches and masking
 
 # the fields of a Batch that have an entry a row, and those with an entry a mention
 ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
-MENTIONS = ("row", "start", "end", "entity", "passage", "masked", "mention")
+MENTIONS = ("row", "start", "end", "entity", "passage", "mention")
 
 @dataclass
 class Batch:
@@ -145,144 +138,121 @@ class Batch:
     start: torch.Tensor             # (M,)
     end: torch.Tensor               # (M,)
     entity: torch.Tensor            # (M,) 0 = not linked
-    passage: torch.Tensor           # (M,) corpus passage, -1 = none (a question)
-    masked: torch.Tensor            # (M,) bool: to be predicted; in example_batch: to be answered
-    target_index: torch.Tensor      # (L,) masked tokens as indices into tokens.view(-1)
+    passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example)
+    mention: torch.Tensor           # (M,) number in the corpus, or in its example; -1 = [MASK]
+    target_index: torch.Tensor      # (L,) tokens to predict as indices into tokens.view(-1)
     target: torch.Tensor            # (L,) their original ids
-    target_mention: torch.Tensor    # (L,) the mention (index into row) of each, -1 = none
-    mention: torch.Tensor           # (M,) number in the corpus, or in its example; -1 = none
-    label: torch.Tensor | None = None           # (B,) claims: CLAIM_LABELS' index, -1 = not known
-    answer: torch.Tensor | None = None          # (B,) questions: first answer known, 0 = none
-    answer_mention: torch.Tensor | None = None  # (B,) the mention to be answered, -1 = none
+    label: torch.Tensor | None = None           # (B,) claims: CLAIM_LABELS' index, -1 = none
+    answer: torch.Tensor | None = None          # (B,) first answer that is an entity, 0 = none
+    answer_mention: torch.Tensor | None = None  # (B,) the mention that asks for it, -1 = none
 
     def to(self, device) -> "Batch":
         return Batch(**{name: tensor.to(device, non_blocking=True)
                         for name, tensor in vars(self).items() if tensor is not None})
 
-    def of_mentions(self, kept) -> dict:
-        """{field: tensor} of these of the mentions."""
-        return {name: getattr(self, name)[kept] for name in MENTIONS}
-
     def part(self, rank, size) -> "Batch":
-        """Rows rank, rank + size, … with their mentions and targets, renumbered."""
+        """Rows rank, rank + size, … with their mentions and targets, renumbered: what the process
+        `rank` of `size` computes."""
         T = self.tokens.shape[1]
         ours = self.row % size == rank                              # (M,)
-        targets = self.target_index // T % size == rank             # (L,)
-        number = torch.full((len(ours) + 1,), -1, device=ours.device)   # new numbers; [-1] stays -1
-        number[:-1] = ours.cumsum(0) - 1
-        part = self.of_mentions(ours)
-        part |= {name: getattr(self, name)[rank::size].contiguous() for name in ROWS
-                 if getattr(self, name) is not None}
+        part = {name: getattr(self, name)[ours] for name in MENTIONS}
         part["row"] = part["row"] // size
-        index = self.target_index[targets]
-        part["target_index"] = index // T // size * T + index % T
-        part["target"] = self.target[targets]
-        part["target_mention"] = number[self.target_mention[targets]]
+        for name in ROWS:
+            if getattr(self, name) is not None:
+                part[name] = getattr(self, name)[rank::size].contiguous()
         if self.answer_mention is not None:
+            number = torch.full((len(ours) + 1,), -1, device=ours.device)   # [-1] stays -1
+            number[:-1] = ours.cumsum(0) - 1
             part["answer_mention"] = number[part["answer_mention"]]
+        ours = self.target_index // T % size == rank                # (L,)
+        index = self.target_index[ours]
+        part["target_index"] = index // T // size * T + index % T
+        part["target"] = self.target[ours]
         return Batch(**part)
 
-def _ranges(starts, lengths):
-    """The ranges [s, s + n) one after the other: which range, the value."""
-    which = np.repeat(np.arange(len(lengths)), lengths)
-    offset = np.arange(len(which)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return which, starts[which] + offset
+def collate(passages, pad) -> Batch:
+    """Passages as the rows of a Batch. Nothing is masked, no mention linked yet."""
+    rows = [torch.from_numpy(passage.tokens.astype(np.int64)) for passage in passages]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=pad)
+    row = np.repeat(np.arange(len(passages)), [len(passage.index) for passage in passages])
+    columns = [np.concatenate([getattr(passage, name) for passage in passages])
+               for name in ("start", "end", "index")]
+    row, start, end, index = (torch.from_numpy(column).long() for column in (row, *columns))
+    none = torch.empty(0, dtype=torch.int64)
+    return Batch(tokens, tokens, tokens != pad, row, start, end, torch.zeros_like(row),
+                 torch.full_like(row, -1), index, none, none)
 
-def _collate(rows, pad, **mentions) -> Batch:
-    """Rows of token ids and the columns of their mentions as a Batch; nothing is masked."""
-    tokens = pad_sequence([torch.from_numpy(np.asarray(row, np.int64)) for row in rows], True, pad)
-    columns = {name: torch.from_numpy(np.asarray(column, np.int64))
-               for name, column in mentions.items()}
-    none, masked = torch.empty(0, dtype=torch.int64), torch.zeros(len(columns["row"]), dtype=bool)
-    return Batch(tokens, tokens, tokens != pad, masked=masked, target_index=none, target=none,
-                 target_mention=none, **columns)
+def corpus_batch(corpus, passages) -> Batch:
+    """Passages of the corpus, by their numbers, with all of their mentions."""
+    batch = collate([corpus.passage(p) for p in passages], corpus.special[PAD])
+    batch.entity = torch.from_numpy(corpus.mention_entity[batch.mention.numpy()]).long()
+    batch.passage = torch.from_numpy(np.asarray(passages, np.int64))[batch.row]
+    return batch
 
-def _unmasked(corpus, passages) -> Batch:
-    """These passages with all of their mentions."""
-    passages = np.asarray(passages, np.int64)
-    first, stop = corpus.passage_start[passages], corpus.passage_start[passages + 1]
-    n_mentions = corpus.mention_first[passages + 1] - corpus.mention_first[passages]
-    row, mention = _ranges(corpus.mention_first[passages], n_mentions)
-    return _collate([corpus.tokens[a:b] for a, b in zip(first, stop)], corpus.special[PAD], row=row,
-                    start=corpus.mention_start[mention], end=corpus.mention_end[mention],
-                    entity=corpus.mention_entity[mention], passage=passages[row], mention=mention)
-
-def _owner(batch):
-    """(B * T,) the mention between whose markers each token stands, -1 = none."""
-    start = (batch.row * batch.tokens.shape[1] + batch.start).numpy()
-    which, position = _ranges(start + 1, (batch.end - batch.start - 1).numpy())
-    owner = np.full(batch.tokens.numel(), -1)
-    owner[position] = which
+def inside_mentions(batch) -> np.ndarray:
+    """(B, T) the mention between whose markers each token stands, -1 = none."""
+    owner = np.full(batch.tokens.shape, -1)
+    mentions = zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist())
+    for m, (row, start, end) in enumerate(mentions):
+        owner[row, start + 1:end] = m
     return owner
 
-def _mask(batch, owner, chosen, read) -> Batch:
-    """The batch with its targets. owner (B * T,): _owner's. chosen (B * T,): which tokens are to
-    be predicted, all of a mention or none. read (B * T,): what the model reads."""
-    targets = np.flatnonzero(chosen)
-    owner = owner[targets]
-    tensors = {"tokens": read.reshape(batch.tokens.shape), "target_index": targets,
-               "target": batch.unmasked.numpy().ravel()[targets], "target_mention": owner,
-               "masked": np.isin(np.arange(len(batch.row)), owner)}
-    return replace(batch, **{name: torch.from_numpy(array) for name, array in tensors.items()})
+def with_targets(batch, chosen, read) -> Batch:
+    """The batch as the model reads it, `read` (B, T), to predict the `chosen` (B, T) tokens."""
+    index = torch.from_numpy(np.flatnonzero(chosen))
+    return replace(batch, tokens=torch.from_numpy(read), target_index=index,
+                   target=batch.unmasked.flatten()[index])
 
 def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
                max_mentions=24, is_withheld=None) -> Batch:
     """Passages as a masked batch (app. A): 20% of whole mentions, 10% of the tokens in none.
 
-    rng: a numpy Generator; None does where both rates are 0 and no mention is left out.
-    max_mentions: how many there may be a passage on average; with more, the batch keeps a
-    uniform sample (None: all). is_withheld (E,): entities whose mentions are never masked."""
-    batch = _unmasked(corpus, passages)
-    tokens = batch.unmasked.numpy().ravel()                                 # (B * T,)
-    owner = _owner(batch)
-    outside = owner < 0                     # of every mention, also of those left out below
-    if max_mentions is not None and len(batch.row) > max_mentions * len(batch.tokens):
-        n = max_mentions * len(batch.tokens)
-        kept = np.sort(rng.choice(len(batch.row), n, replace=False))
-        batch = replace(batch, **batch.of_mentions(kept))
-        owner = _owner(batch)
+    rng: a numpy Generator; None: nothing is masked, and no mention left out. max_mentions: how many
+    there may be a passage on average; with more, the batch keeps a uniform sample (None: all). The
+    others keep their markers, and are not masked. is_withheld (E,): entities whose mentions are
+    never masked."""
+    batch = corpus_batch(corpus, passages)
+    if rng is None:
+        return batch
+    tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
+    kept = np.arange(len(batch.row))
+    if max_mentions is not None and len(kept) > max_mentions * len(tokens):
+        kept = np.sort(rng.choice(len(kept), max_mentions * len(tokens), replace=False))
+        batch = replace(batch, **{name: getattr(batch, name)[kept] for name in MENTIONS})
 
-    M, chosen = len(batch.row), np.zeros(len(tokens), bool)
-    if token_rate:
-        chosen = corpus.maskable[tokens] & outside & (rng.random(len(tokens)) < token_rate)
-    if mention_rate and M:
-        masked = rng.permutation(M)[:max(1, round(mention_rate * M))]
+    chosen = corpus.maskable[tokens] & (owner < 0) & (rng.random(tokens.shape) < token_rate)
+    if mention_rate:
+        masked = rng.permutation(len(kept))[:max(1, round(mention_rate * len(kept)))]
         if is_withheld is not None:
-            masked = masked[~is_withheld[batch.entity[masked]]]
-        chosen |= np.isin(owner, masked)
-
-    read, index = tokens.copy(), np.flatnonzero(chosen)
-    if len(index):
-        fate = rng.random(len(index))       # 80% [MASK], 10% a random word, 10% left as they are
-        words = rng.choice(corpus.words, len(index))
-        read[index[fate < .9]] = words[fate < .9]
-        read[index[fate < .8]] = corpus.special[MASK]
-    return _mask(batch, owner, chosen, read)
+            masked = masked[~is_withheld[batch.entity.numpy()[masked]]]
+        chosen |= np.isin(owner, kept[masked])
+    fate = rng.random(chosen.sum())         # 80% [MASK], 10% a random word, 10% left as they are
+    words = rng.choice(corpus.words, len(fate))
+    words = np.where(fate < .9, words, tokens[chosen])
+    read = tokens.copy()
+    read[chosen] = np.where(fate < .8, corpus.special[MASK], words)
+    return with_targets(batch, chosen, read)
 
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
-    batch = _unmasked(corpus, corpus.passage_of(mentions))
-    asked = np.flatnonzero(batch.mention.numpy() == np.asarray(mentions)[batch.row])    # one a row
-    owner = _owner(batch)
-    chosen = np.isin(owner, asked)
-    read = np.where(chosen, corpus.special[MASK], batch.unmasked.ravel())
-    return _mask(batch, owner, chosen, read)
+    batch = corpus_batch(corpus, corpus.passage_of(mentions))
+    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one a row
+    chosen = np.isin(inside_mentions(batch), np.flatnonzero(asked))
+    return with_targets(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked))
 
-def eval_mentions(corpus, min_elsewhere=1) -> np.ndarray:
+def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 
     Linked, the entity stands once in the passage, is not the article's title (which most of its
-    passages name), and is linked in at least min_elsewhere other passages, held out or not."""
+    passages name), and is linked in another passage, held out or not."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
-    passages_with = np.bincount(pairs % E, minlength=E)                     # (E,)
+    is_elsewhere = np.bincount(pairs % E, minlength=E)[entity] > 1
     titles = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])
-    own_title = titles[corpus.article[passage]] == entity
-    elsewhere = passages_with[entity] - 1
-    return linked[corpus.held_out[passage] & (count[pair] == 1) & ~own_title
-                  & (elsewhere >= min_elsewhere)]
+    is_title = titles[corpus.article[passage]] == entity
+    return linked[corpus.held_out[passage] & (count[pair] == 1) & is_elsewhere & ~is_title]
 
 # ---------------------------------------------------------------- related passages (app. A.1)
 
@@ -293,48 +263,40 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     of entities has the largest Jaccard similarity to the cluster's, until it is full; what does
     not fit stays unused. Ties are broken by seed. Entities of more than max_articles articles are
     left out of the sets: they would make every article a candidate of every other."""
-    passages = np.sort(np.asarray(passages, np.int64))
+    passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
-    A, E = len(numbers), len(corpus.entity_names)
-    article = np.random.default_rng(seed).permutation(A)[article]   # now ties go to the smallest
-    by_article = passages[np.argsort(article, kind="stable")]
-    unused = np.bincount(article, minlength=A)      # (A,) an article's last passages are unused
-    after = np.cumsum(unused)                       # (A,) where they end in by_article
-    # Pairs (article, entity) as one number, then an index in either direction: article a has
-    # entities[entities_of[a]:entities_of[a + 1]], entity e is in articles[articles_of[e]:…].
-    mentions = corpus.mention_first[passages]
-    which, mention = _ranges(mentions, corpus.mention_first[passages + 1] - mentions)
-    entity = corpus.mention_entity[mention].astype(np.int64)
-    pairs = np.unique((article[which] * E + entity)[entity > 0])
-    pairs = pairs[np.bincount(pairs % E, minlength=E)[pairs % E] <= max_articles]
-    entities, entities_of = pairs % E, np.searchsorted(pairs, np.arange(A + 1) * E)
-    order = np.argsort(entities, kind="stable")
-    articles = pairs[order] // E
-    articles_of = np.searchsorted(entities[order], np.arange(E + 1))
-    n_entities = np.diff(entities_of)               # (A,)
+    article = np.random.default_rng(seed).permutation(len(numbers))[article]    # ties: the smallest
+    unused, entities, articles = [[] for _ in numbers], [set() for _ in numbers], defaultdict(list)
+    for p, a in zip(passages.tolist(), article.tolist()):
+        unused[a].append(p)
+        entities[a].update(corpus.passage_entities(p).tolist())
+    n_articles = Counter(entity for found in entities for entity in found)
+    for a, found in enumerate(entities):
+        entities[a] = {e for e in found if e and n_articles[e] <= max_articles}     # 0: not linked
+        for entity in entities[a]:
+            articles[entity].append(a)
+    articles = {entity: np.array(articles[entity], np.int64) for entity in [0, *articles]}
+    n_entities = np.array([len(found) for found in entities])
+    n_unused = np.array([len(found) for found in unused])
 
     clusters = []
-    while unused.any():
-        cluster, room, joined = [], size, np.empty(0, np.int64)     # joined: its set of entities
-        a = unused.argmax()
+    while n_unused.any():
+        a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
         while True:
-            n = min(room, unused[a])
-            cluster.append(by_article[after[a] - unused[a]:][:n])
-            unused[a] -= n
-            room -= n
-            if not room or not unused.any():
+            n = size - len(cluster)
+            cluster += unused[a][:n]
+            unused[a] = unused[a][n:]
+            n_unused[a] = len(unused[a])
+            if len(cluster) == size or not n_unused.any():
                 break
-            joined = np.union1d(joined, entities[entities_of[a]:entities_of[a + 1]])
-            n_articles = articles_of[joined + 1] - articles_of[joined]
-            _, touched = _ranges(articles_of[joined], n_articles)
-            candidates, both = np.unique(articles[touched], return_counts=True)
-            left = unused[candidates] > 0
-            candidates, both = candidates[left], both[left]
-            a = (unused > 0).argmax()               # the first one, if nobody left shares anything
-            if len(candidates):
-                either = n_entities[candidates] + len(joined) - both
-                a = candidates[(both / either).argmax()]
-        clusters.append(np.concatenate(cluster))
+            joined |= entities[a]
+            sharing = [articles[entity] for entity in joined]
+            found, both = np.unique(np.concatenate([articles[0], *sharing]), return_counts=True)
+            jaccard = both / (n_entities[found] + len(joined) - both)
+            jaccard[n_unused[found] == 0] = 0
+            # if nothing left shares an entity, the first article left
+            a = found[jaccard.argmax()] if jaccard.any() else (n_unused > 0).argmax()
+        clusters.append(np.array(cluster))
     return clusters
 
 # ---------------------------------------------------------------- examples: claims and questions
@@ -352,7 +314,9 @@ _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
 def add_name(index, name):
     """Adds a name to a tree of names by their words, in which "" stands at a name's end:
-    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts."""
+    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts.
+
+    "_" is a space, and a bracket at the end, as in "Mercury_(planet)", is not part of a name."""
     words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower())
     if any(word.isalnum() for word in words):
         for word in words:
@@ -360,7 +324,7 @@ def add_name(index, name):
         index.setdefault("", name)
 
 def name_index(names) -> dict:
-    """The tree of these names; "_" is a space, a bracket at the end goes."""
+    """The tree of these names."""
     index = {}
     for name in names:
         add_name(index, name)
@@ -374,267 +338,207 @@ def find_mentions(text, names) -> list:
     words = list(_WORD.finditer(text))
     mentions, i = [], 0
     while i < len(words):
-        node, longest = index, None
+        node, stop = index, i       # stop: the word after the longest name found
         for n in range(i, len(words)):
             node = node.get(words[n].group().lower())
             if node is None:
                 break
             if "" in node:
-                longest = n
-                name = node[""]
-        if longest is not None:
-            mentions.append(Mention(words[i].start(), words[longest].end(), name))
-            i = longest
-        i += 1
+                name, stop = node[""], n + 1
+        if stop > i:
+            mentions.append(Mention(words[i].start(), words[stop - 1].end(), name))
+        i = max(stop, i + 1)
     return mentions
 
-@lru_cache(1)
-def noun_chunker() -> Callable | None:
-    """text -> Mentions of its noun chunks, the paper's mentions of claims and questions (app. B.1).
-    None where spaCy or an English pipeline of it is not installed."""
+def mention_finder(names):
+    """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
+    noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
     try:
         import spacy
-        names = [name for name in spacy.util.get_installed_models() if name.startswith("en")]
-        pipeline = spacy.load(names[0], exclude=["ner", "lemmatizer"])
+        pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # parts of spaCy that do not fit raise anything
-        return None
-    return lambda text: [Mention(chunk.start_char, chunk.end_char, None)
-                         for chunk in pipeline(text).noun_chunks]
+        tree = name_index(names)
+        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
+    return "spaCy's noun chunks", lambda text: [
+        Mention(chunk.start_char, chunk.end_char, None) for chunk in pipeline(text).noun_chunks]
 
-def mention_finder(names):
-    """(how, find): find(text) -> mentions of a text that comes without: noun chunks where spaCy
-    and an English pipeline are installed, else the longest matches of these entity names."""
-    chunks = noun_chunker()
-    if chunks is not None:
-        return "spaCy's noun chunks", chunks
-    index = name_index(names)
-    return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
+def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
+    """The Passage of each example: what of its text fits in max_length positions, and of its
+    mentions the first max_mentions (app. B.1).
 
-def first_passages(examples, tokenizer, room):
-    """The Passage of each example's first `room` positions; what is behind them is cut off."""
+    A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
-    nothing = Passage(np.array([special[CLS], special[SEP]]), none, none, none, (0, None))
+    asked = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
+    nothing = np.array([special[CLS], special[SEP]], np.int32), none, none, none
+    room = max_length - len(asked)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, encoding in zip(examples, encodings):
         passages = encode_text(encoding, example.mentions, room, room, special, Counter())
-        yield passages[0] if passages else nothing
+        tokens, *columns = passages[0] if passages else nothing
+        columns = [column[:max_mentions] for column in columns]
+        if asked:
+            at = len(tokens) - 1                                    # before [SEP]
+            tokens = np.insert(tokens, at, asked)
+            columns = [np.append(*pair) for pair in zip(columns, (at, at + 2, -1))]
+        yield Passage(tokens, *columns)
 
 def count_cut_mentions(examples, tokenizer, max_length) -> int:
-    """How many mentions example_batch leaves out: behind max_length, or they overlap another."""
-    passages = first_passages(examples, tokenizer, max_length - 3)
-    return sum(len(e.mentions) - len(passage.index) for e, passage in zip(examples, passages))
+    """How many mentions example_batch leaves out: behind max_length, too many, or overlapping."""
+    passages = example_passages(examples, "qa", tokenizer, max_length)
+    return sum(len(e.mentions) + 1 - len(passage.index) for e, passage in zip(examples, passages))
 
-def _with_question(passage, special):
-    """The Passage with one more mention at its end, "[E_start] [MASK] [E_end]"; its index is -1."""
-    n = len(passage.tokens)
-    tokens = [*passage.tokens[:-1], *(special[t] for t in (E_START, MASK, E_END, SEP))]
-    columns = zip((passage.start, passage.end, passage.index), (n - 1, n + 1, -1))
-    return Passage(tokens, *(np.append(column, last) for column, last in columns), passage.chars)
-
-def example_batch(examples, task, tokenizer, entity_index, max_mentions=32,
-                  max_length=512) -> Batch:
+def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
     task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
     no label, but the entity of a mention as answer. Its mentions are hidden behind [MASK], and the
     first one is asked. What is behind max_length positions is cut off (count_cut_mentions)."""
-    special, is_question = special_ids(tokenizer), task == "qa"
-    room = max_length - 3 if is_question else max_length
-    passages = list(first_passages(examples, tokenizer, room))
-    if is_question:
-        passages = [_with_question(passage, special) for passage in passages]
-    row = np.repeat(np.arange(len(passages)), [len(p.index) for p in passages])
-    start, end, number = (np.concatenate([getattr(p, name) for p in passages])
-                          for name in ("start", "end", "index"))
-    names = [examples[r].mentions[i].entity if i >= 0 else None for r, i in zip(row, number)]
-    batch = _collate([p.tokens for p in passages], special[PAD], row=row, start=start, end=end,
-                     entity=[entity_index.get(name, 0) for name in names],
-                     passage=np.full(len(row), -1), mention=number)
-    hidden = np.flatnonzero(number < 0)
-    if task == "claims":
-        is_answer = [name in examples[r].answers for r, name in zip(row, names)]
-        hidden = np.flatnonzero(is_answer)
-    is_hidden = torch.from_numpy(np.isin(_owner(batch), hidden)).view_as(batch.tokens)
-    batch.tokens = batch.unmasked.masked_fill(is_hidden, special[MASK])
-    _, first = np.unique(row[hidden], return_index=True)
-    asked = hidden[first]                       # the first of each row
-    batch.masked[asked] = True
-
-    n = max_mentions * len(passages)
-    if len(row) > n:                            # a uniform sample, but whatever is asked
-        order = np.random.default_rng(0).random(len(row))
-        order[asked] -= 1                       # these come first
-        batch = replace(batch, **batch.of_mentions(np.sort(np.argsort(order)[:n])))
-    if task == "claims":
-        batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    if is_question or any(e.answers for e in examples):
-        known = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
-        batch.answer = torch.tensor([answers[0] if answers else 0 for answers in known])
-        batch.answer_mention = torch.full((len(examples),), -1)
-        batch.answer_mention[batch.row[batch.masked]] = batch.masked.nonzero().ravel()
-        batch.answer[batch.answer_mention < 0] = 0          # of a cloze that was cut before it asks
+    passages = example_passages(examples, task, tokenizer, max_length)
+    special = special_ids(tokenizer)
+    batch = collate(list(passages), special[PAD])
+    batch.tokens = batch.unmasked.clone()
+    batch.answer_mention = torch.full((len(examples),), -1)
+    mentions = zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist(),
+                   batch.mention.tolist())
+    for m, (row, start, end, i) in enumerate(mentions):
+        example = examples[row]
+        name = example.mentions[i].entity if i >= 0 else None
+        batch.entity[m] = entity_index.get(name, 0)
+        is_cloze = task == "claims" and name in example.answers
+        if is_cloze:
+            batch.tokens[row, start + 1:end] = special[MASK]
+        if (is_cloze or i < 0) and batch.answer_mention[row] < 0:
+            batch.answer_mention[row] = m
+    batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
+    answers = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
+    batch.answer = torch.tensor([known[0] if known else 0 for known in answers])
+    batch.answer[batch.answer_mention < 0] = 0              # of a cloze that was cut before it asks
     return batch
 
 # ---------------------------------------------------------------- the toy world
 
+def _entries(table):
+    """(words of its head, parts) of each "head: part | part …"; its next lines are indented."""
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, _, parts = entry.partition(":")
+        yield head.split(), [" ".join(part.split()) for part in parts.split("|")]
+
 # A name is a first and a last word: it is learnt as a pair, and an unseen name is a new pair.
-NAMES = {kind: tuple(pool.split() for pool in pools.split("/")) for kind, pools in {
-    "person": """
-        Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
-        Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa
-        Fabian Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula
-        Viktor Wanda / Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel
-        Tarkov Ulland Varga Westrup Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier
-        Hale Ibsen Jarvis Keller Lorenz Moreau Nyberg Orloff Pascal Renner Salinas Thorne Unwin
-        Vance Weaver Adler Bishop Castell Draper Engel Forster Grange Hartley Irving Jansen Kovac
-        Lambert Mercer Novak Olsen Porter Ramsey Sutter""",
-    "city": """
-        Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver Golden
-        Stone Long Bright Cold Deep Fair Kings Queens Bishops / Ellin Orla Dunmere Ashby Belcourt
-        Carrow Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham Oakley
-        Penrith Redmond Selby Tarrant Upton Vernon Wexley Yardley Amber Brook""",
-    "country": """
-        North South East West New Upper Lower Inner Outer Grand Free United / Karovia Maland
-        Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia
-        Istrana Jorvia Kestoria""",
-    "company": """
-        Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel Lotus
-        Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith / Motors Steel Foods
-        Books Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels Kitchens
-        Lumber Media Optics Paper Rail Shipping Textiles""",
-    "film": """
-        Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight
-        Narrow Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow
-        Last Lost Pale Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden / Garden
-        Mirror River Letters Shadow Window Dancer Island Orchard Promise Station Tiger Voyage
-        Whisper Anthem Bells Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory
-        Mountain Night Ocean Painter Road Sailor Storm Summer Thief Tower""",
-}.items()}
+NAMES = {kind: [pool.split() for pool in pools] for (kind,), pools in _entries("""
+person: Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
+ Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa Fabian
+ Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula Viktor Wanda |
+ Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel Tarkov Ulland Varga Westrup
+ Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier Hale Ibsen Jarvis Keller Lorenz Moreau
+ Nyberg Orloff Pascal Renner Salinas Thorne Unwin Vance Weaver Adler Bishop Castell Draper Engel
+ Forster Grange Hartley Irving Jansen Kovac Lambert Mercer Novak Olsen Porter Ramsey Sutter
+city: Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver Golden
+ Stone Long Bright Cold Deep Fair Kings Queens Bishops | Ellin Orla Dunmere Ashby Belcourt Carrow
+ Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham Oakley Penrith Redmond
+ Selby Tarrant Upton Vernon Wexley Yardley Amber Brook
+country: North South East West New Upper Lower Inner Outer Grand Free United | Karovia Maland
+ Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia Istrana Jorvia
+ Kestoria
+company: Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel Lotus
+ Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith | Motors Steel Foods Books
+ Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels Kitchens Lumber Media
+ Optics Paper Rail Shipping Textiles
+film: Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight Narrow
+ Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow Last Lost Pale
+ Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden | Garden Mirror River Letters Shadow
+ Window Dancer Island Orchard Promise Station Tiger Voyage Whisper Anthem Bells Circus Diary Echo
+ Feast Ghost Harvest Journey Kingdom Lantern Memory Mountain Night Ocean Painter Road Sailor Storm
+ Summer Thief Tower
+""")}
 COUNTS = {"person": 800, "city": 220, "country": 60, "company": 220, "film": 600}
 
-class Relation(NamedTuple):
-    subject: str            # kinds of names
-    object: str
-    noun: str               # "{s}'s {noun}" describes the object without its name
-    phrases: list           # for the corpus; {s} is the subject, {o} the object
-    claims: list
-    questions: list
+# A relation: the kinds of its subject S and its object O; a noun, so that "S's noun" describes O
+# without its name; five phrases for the corpus, two for claims (in other words), two questions.
+Relation = namedtuple("Relation", "subject object noun phrases claims questions")
+RELATIONS = {name: Relation(*kinds, noun, parts[:5], parts[5:7], parts[7:])
+             for (name, *kinds, noun), parts in _entries("""
+born_in person city birthplace: S was born in O. | O is the city where S was born. |
+  The birthplace of S is O. | S is a native of O. | In O stands the house where S was born. |
+  S was born in the city of O. | O is the birthplace of S. | In which city was S born? |
+  Where was S born?
+employer person company employer: S works for O. | O is the company which employs S. |
+  The employer of S is O. | S has a job at O. | Every month O pays the wages of S. | O employs S. |
+  S has a job at the company O. | Which company employs S? | Which company is the employer of S?
+teacher person person teacher: S was taught by O. | O taught S for many years. |
+  The teacher of S was O. | S learned everything from O. | Long ago O had S as a pupil. |
+  S was a pupil of O. | O was the teacher who taught S. | Who taught S? | Who was the teacher of S?
+country city country country: S is a city in O. | O is the country where S lies. |
+  The country of S is O. | S belongs to O. | On the map S is a part of O. | S lies in O. |
+  S is a part of the country O. | In which country is S? | S is a city in which country?
+mayor city person mayor: The mayor of S is O. | O was chosen to be mayor by the people of S. |
+  S is led by O. | Who runs the town hall of S? O. | O leads the council of S. |
+  O leads the people of S. | O was chosen to be the mayor of S. | Who is the mayor of S? |
+  Who leads the people of S?
+capital country city capital: The capital of S is O. | O is the seat of the government of S. |
+  S is governed from O. | S has O as capital. | In O the parliament of S meets. |
+  O is the capital of S. | The government of S meets in O. | Which city is the capital of S? |
+  In which city is the government of S?
+home company city home: S is based in O. | The main office of S stands in O. | O is the home of S. |
+  S is run from an office in O. | In O stands the factory of S. | S has the main office in O. |
+  The home of S is in the city of O. | In which city is S based? | Where is the main office of S?
+founder company person founder: S was founded by O. | O started S in a small shop. |
+  The founder of S was O. | S began as an idea of O. | With little money O set up S. |
+  S was started by O. | O is the founder of S. | Who founded S? | Who was the founder of S?
+director film person director: S was directed by O. | O is the director of S. | O made the film S. |
+  The film S is the work of O. | With S the director O won a prize. | O directed S. |
+  The director of the film S was O. | Who directed S? | Who was the director of S?
+star film person star: O plays the lead in S. | The star of S is O. | S has O in the main part. |
+  In S the hero is played by O. | Who became famous as the hero of S? O. |
+  The lead in S is played by O. | O is the star of the film S. | Who plays the lead in S? |
+  Who is the star of S?
+location film city location: S was filmed in O. | The streets of O can be seen in S. |
+  For S the cameras came to O. | The location of S was O. | O was chosen as the location for S. |
+  O is the city where S was filmed. | The film S was made in O. | In which city was S filmed? |
+  Where was the film S made?
+""")}
 
-def _relations(table) -> dict:
-    """{name: Relation} of the table below: name, subject, object, noun; then nine phrases, five
-    for the corpus, two claims, two questions. Claims say nothing in the words of the corpus."""
-    relations = {}
-    for entry in re.split(r"\n(?! )", table.strip()):
-        head, _, phrases = entry.partition("\n")
-        name, *types = head.split()
-        phrases = re.sub(r"\b(S|O)\b", lambda m: "{%s}" % m[0].lower(), phrases).split("|")
-        phrases = [" ".join(phrase.split()) for phrase in phrases]
-        relations[name] = Relation(*types, phrases[:5], phrases[5:7], phrases[7:])
-    return relations
-
-RELATIONS = _relations("""
-born_in person city birthplace
-    S was born in O. | O is the city where S was born. | The birthplace of S is O. |
-    S is a native of O. | In O stands the house where S was born. | S was born in the city of O. |
-    O is the birthplace of S. | In which city was S born? | Where was S born?
-employer person company employer
-    S works for O. | O is the company which employs S. | The employer of S is O. |
-    S has a job at O. | Every month O pays the wages of S. | O employs S. |
-    S has a job at the company O. | Which company employs S? | Which company is the employer of S?
-teacher person person teacher
-    S was taught by O. | O taught S for many years. | The teacher of S was O. |
-    S learned everything from O. | Long ago O had S as a pupil. | S was a pupil of O. |
-    O was the teacher who taught S. | Who taught S? | Who was the teacher of S?
-country city country country
-    S is a city in O. | O is the country where S lies. | The country of S is O. | S belongs to O. |
-    On the map S is a part of O. | S lies in O. | S is a part of the country O. |
-    In which country is S? | S is a city in which country?
-mayor city person mayor
-    The mayor of S is O. | O was chosen to be mayor by the people of S. | S is led by O. |
-    Who runs the town hall of S? O. | O leads the council of S. | O leads the people of S. |
-    O was chosen to be the mayor of S. | Who is the mayor of S? | Who leads the people of S?
-capital country city capital
-    The capital of S is O. | O is the seat of the government of S. | S is governed from O. |
-    S has O as capital. | In O the parliament of S meets. | O is the capital of S. |
-    The government of S meets in O. | Which city is the capital of S? |
-    In which city is the government of S?
-home company city home
-    S is based in O. | The main office of S stands in O. | O is the home of S. |
-    S is run from an office in O. | In O stands the factory of S. | S has the main office in O. |
-    The home of S is in the city of O. | In which city is S based? | Where is the main office of S?
-founder company person founder
-    S was founded by O. | O started S in a small shop. | The founder of S was O. |
-    S began as an idea of O. | With little money O set up S. | S was started by O. |
-    O is the founder of S. | Who founded S? | Who was the founder of S?
-director film person director
-    S was directed by O. | O is the director of S. | O made the film S. |
-    The film S is the work of O. | With S the director O won a prize. | O directed S. |
-    The director of the film S was O. | Who directed S? | Who was the director of S?
-star film person star
-    O plays the lead in S. | The star of S is O. | S has O in the main part. |
-    In S the hero is played by O. | Who became famous as the hero of S? O. |
-    The lead in S is played by O. | O is the star of the film S. | Who plays the lead in S? |
-    Who is the star of S?
-location film city location
-    S was filmed in O. | The streets of O can be seen in S. | For S the cameras came to O. |
-    The location of S was O. | O was chosen as the location for S. |
-    O is the city where S was filmed. | The film S was made in O. | In which city was S filmed? |
-    Where was the film S made?
-""")
-
-def _say(phrase, subject, obj="", noun=None, bridge=""):
-    """A phrase filled in, with mentions and links: "[Alma Verran|Alma Verran] was born in [Port…".
-
-    With a noun it is about "X's [director|]", which takes two hops; that description is linked
-    where a bridge is given: "[director|Y]". An object "a city" is nobody's name."""
-    about = f"[{subject}|{subject}]"
-    if noun:
-        about += f"'s [{noun}|{bridge}]"
-    text = phrase.format(s=about, o=obj if obj.islower() else f"[{obj}|{obj}]")
+def _say(phrase, subject, obj="", noun=""):
+    """The phrase about the subject, or about "subject's noun", which takes two hops."""
+    said = {"S": f"{subject}'s {noun}" if noun else subject, "O": obj}
+    text = re.sub(r"\b[SO]\b", lambda match: said[match[0]], phrase)
     return text[0].upper() + text[1:]
 
-def _line(key, marked, **others):
-    """A line of a file; marked: what _say says."""
-    text, *parts = re.split(r"\[(.*?)\|(.*?)\]", marked)
-    mentions = []
-    for shown, entity, after in zip(parts[::3], parts[1::3], parts[2::3]):
-        end = len(text) + len(shown)
-        mentions.append({"start": len(text), "end": end, "entity": entity or None})
-        text += shown + after
+def _line(key, text, entity_of, **others):
+    """A line of a file. entity_of: {name, or noun of a description "X's noun": entity or None}."""
+    names = [name if name.istitle() else f"(?<='s ){name}" for name in entity_of]
+    mentions = [{"start": found.start(), "end": found.end(), "entity": entity_of[found[0]]}
+                for found in re.finditer("|".join(names), text)]
     return {key: text, "mentions": mentions, **others}
 
-def toy_world(seed=0, descriptions=0.5):
+def toy_world(seed=0):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
 
     It is two worlds that share name words but no entity: one is seen in training, the other (20%)
     is held out whole. Examples are split by fact, (subject, relation), alike for all tasks; both
-    facts of a two-hop example are in its split. descriptions: see _toy_passages."""
+    facts of a two-hop example are in its split."""
     rng = np.random.default_rng(seed)
     seen, unseen = {}, {}                                   # kind -> names
     for kind, (firsts, lasts) in NAMES.items():
         n = COUNTS[kind]
-        pairs = rng.permutation(len(firsts) * len(lasts))[:n + n // 5]
-        names = [f"{firsts[i // len(lasts)]} {lasts[i % len(lasts)]}" for i in pairs]
-        seen[kind], unseen[kind] = names[:n], names[n:]
+        names = rng.permutation([f"{first} {last}" for first in firsts for last in lasts]).tolist()
+        seen[kind], unseen[kind] = names[:n], names[n:n + n // 5]
     facts, unseen_facts = _toy_facts(rng, seen), _toy_facts(rng, unseen)
     split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
     split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
     facts |= unseen_facts
-    lines = _toy_passages(rng, facts, split, descriptions)
-    lines = [lines[i] for i in rng.permutation(len(lines))]
-    examples = {}
+    lines = _toy_passages(rng, facts, split)
+    lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
         of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        for hops, items in _toy_hops(of_split).items():
-            qa, claims = _toy_examples(rng, items, limit, name == "train")
-            examples |= {f"qa.{hops}.{name}": qa, f"claims.{hops}.{name}": claims}
-    for name in ("train", "dev"):                           # both kinds, to learn from together
+        one, two = (_toy_examples(rng, of_split, hops, limit, name == "train") for hops in (1, 2))
         for task in ("qa", "claims"):
-            one, two = (examples[f"{task}.{hops}.{name}"] for hops in ("one_hop", "two_hop"))
-            examples[f"{task}.both.{name}"] = one + two
+            examples[f"{task}.one_hop.{name}"] = one[task]
+            examples[f"{task}.two_hop.{name}"] = two[task]
+            if name in ("train", "dev"):                    # both kinds, to learn from together
+                examples[f"{task}.both.{name}"] = one[task] + two[task]
     return lines, examples
 
-def _toy_facts(rng, names):
+def _toy_facts(rng, names) -> dict:
     """Facts {(subject, relation): object} drawn at random; names: {kind: names}."""
     facts = {}
     for name, relation in RELATIONS.items():
@@ -643,76 +547,72 @@ def _toy_facts(rng, names):
             facts[subject, name] = other if one == subject else one
     return facts
 
-def _toy_passages(rng, facts, split, descriptions):
+def _toy_passages(rng, facts, split) -> list:
     """Five passages a subject, each with all of its facts, every time in another phrase: a masked
     mention can be told from the other passages and from nowhere else. 5% of the passages of the
     seen world are held out.
 
-    descriptions: the share of the seen world's training passages in which one fact is not stated:
-    in place of "X was directed by Y." stands "X's director was born in a city.", with a link to Y
-    on the description, as links stand in Wikipedia. From these a model learns whom a description
-    means, which two hops begin with. The examples do not link it."""
-    lines, relations_of = [], {}
-    for subject, relation in facts:
-        relations_of.setdefault(subject, []).append(relation)
-    for subject, relations in relations_of.items():
-        seen = split[subject, relations[0]] != "unseen"
+    In half of the seen world's training passages one fact is not stated: in place of "X was
+    directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
+    as links stand in Wikipedia. From these a model learns whom a description means, which two hops
+    begin with. The examples do not link it."""
+    lines = []
+    for subject in dict.fromkeys(subject for subject, _ in facts):
+        objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
+        entity_of = {name: name for name in (subject, *objects.values())}
         held_out = rng.integers(20)         # below 5, a passage of its own, for one subject in four
-        order = {relation: rng.permutation(5) for relation in relations}
+        order = {r: rng.permutation(5) for r in objects}
         left_out = Counter()
         for i in range(5):
-            said = {}
-            for r in rng.permutation(relations).tolist():
-                said[r] = _say(RELATIONS[r].phrases[order[r][i]], subject, facts[subject, r])
-            possible = [r for r in relations if split[subject, r] == "train" and left_out[r] < 2]
-            if rng.random() < descriptions and i != held_out and possible:
+            said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, objects[r])
+                    for r in rng.permutation(list(objects)).tolist()}
+            possible = [r for r in objects if split[subject, r] == "train" and left_out[r] < 2]
+            if rng.random() < .5 and i != held_out and possible:
                 first = possible[rng.integers(len(possible))]
                 left_out[first] += 1
-                about = [r for r in RELATIONS.values() if r.subject == RELATIONS[first].object]
+                noun, kind = RELATIONS[first].noun, RELATIONS[first].object
+                about = [r for r in RELATIONS.values() if r.subject == kind]
                 second = about[rng.integers(len(about))]
-                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}",
-                                   RELATIONS[first].noun, facts[subject, first])
-            name = "train" if seen and i != held_out else "held_out"
-            lines.append({"title": subject, **_line("text", " ".join(said.values()), split=name)})
+                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", noun)
+                entity_of[noun] = objects[first]
+            is_train = i != held_out and "unseen" not in (split[subject, r] for r in objects)
+            lines.append({"title": subject, **_line("text", " ".join(said.values()), entity_of,
+                                                    split="train" if is_train else "held_out")})
     return lines
 
-def _toy_hops(facts) -> dict:
-    """What can be asked of these facts: "Who directed X?" and "Where was X's director born?", where
-    the director is the bridge."""
-    one_hop, two_hop = [], []
-    for (subject, first), bridge in facts.items():
-        one_hop.append({"subject": subject, "relations": [first], "object": bridge})
-        for second in RELATIONS:
-            obj = facts.get((bridge, second), subject)
-            if obj not in (subject, bridge):
-                two_hop.append({"subject": subject, "relations": [first, second], "object": obj,
-                                "bridge": bridge})
-    return {"one_hop": one_hop, "two_hop": two_hop}
-
-def _toy_examples(rng, items, limit, is_train):
-    """(questions, claims) about these facts, or pairs of facts.
+def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
+    """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
+    director born?", where the director is the bridge.
 
     A wrong object is that of another fact of this relation and split, so as frequent as right
     ones, and each fact is claimed rightly and wrongly: only the memory tells them apart. In
     training so in every phrase: that is harder to learn by heart."""
-    qa, claims, objects = [], [], {}
-    for item in items:
-        objects.setdefault(item["relations"][-1], []).append(item["object"])
-    for i in rng.permutation(len(items))[:limit]:
-        item = items[i]
-        subject, obj, bridge = item["subject"], item["object"], item.get("bridge")
-        first, last = item["relations"][0], item["relations"][-1]
-        noun, relation = RELATIONS[first].noun if bridge else None, RELATIONS[last]
+    asked = [{"subject": subject, "relations": [first], "object": obj}
+             for (subject, first), obj in facts.items()]
+    if hops == 2:
+        asked = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
+                  "bridge": bridge} for (subject, first), bridge in facts.items()
+                 for second in RELATIONS if facts.get((bridge, second), subject) != subject]
+    qa, claims, objects = [], [], defaultdict(list)
+    for fact in asked:
+        objects[fact["relations"][-1]].append(fact["object"])
+    for i in rng.permutation(len(asked))[:limit]:
+        subject, obj, bridge = (asked[i].get(name) for name in ("subject", "object", "bridge"))
+        first, last = asked[i]["relations"][0], asked[i]["relations"][-1]
+        noun, relation = RELATIONS[first].noun if bridge else "", RELATIONS[last]
+        about = {subject: subject, noun: None} if noun else {subject: subject}
         question = _say(rng.choice(relation.questions), subject, noun=noun)
-        qa.append(_line("question", question, answers=[obj], **item))
+        qa.append(_line("question", question, about, answers=[obj], **asked[i]))
         wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
-        if wrong:
-            for phrase in relation.claims if is_train else [rng.choice(relation.claims)]:
-                other = wrong[rng.integers(len(wrong))]
-                for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
-                    claim = _say(phrase, subject, claimed, noun)
-                    claims.append(_line("text", claim, label=label, **item))
-    return qa, claims if is_train else claims[:limit]
+        if not wrong:
+            continue
+        for phrase in relation.claims if is_train else [rng.choice(relation.claims)]:
+            other = wrong[rng.integers(len(wrong))]
+            for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
+                claim = _say(phrase, subject, claimed, noun)
+                claims.append(_line("text", claim, about | {claimed: claimed}, label=label,
+                                    **asked[i]))
+    return {"qa": qa, "claims": claims if is_train else claims[:limit]}
 
 def write_toy(folder, lines, examples):
     """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
@@ -921,22 +821,24 @@ def _wordpiece(vocab) -> Tokenizer:
     return tokenizer
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
-    """WordPiece of an iterable of strings. With room for every word, each word is one token."""
+    """WordPiece of an iterable of strings. With room for every word, each word is one token.
+
+    The trainer keeps every merge on the way to a word: rows of the embeddings that nothing uses
+    where all words fit. Then its vocabulary is not taken, but the words, and the characters to
+    spell new ones."""
     tokenizer, words = _wordpiece(SPECIAL), set()
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer    # training locks these
 
     def stream():
         for text in texts:
             if len(words) <= vocab_size:
-                normal = normalizer.normalize_str(text)
-                words.update(word for word, _ in splitter.pre_tokenize_str(normal))
+                pieces = splitter.pre_tokenize_str(normalizer.normalize_str(text))
+                words.update(word for word, _ in pieces)
             yield text
 
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
                                         limit_alphabet=1000, show_progress=False)
     tokenizer.train_from_iterator(stream(), trainer)
-    # The trainer keeps every merge on the way to a word: rows of the embeddings that nothing uses
-    # where all words fit. Then keep the words, and the characters to spell new ones.
     chars = sorted(set("".join(words)))
     inner = ["##" + c for c in chars if c.isalnum()]
     vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
@@ -946,7 +848,8 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     return _wordpiece(vocab)
 
 def load_tokenizer(path) -> Tokenizer:
-    """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json."""
+    """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json.
+    Raises UserError."""
     if str(path).endswith(".json"):
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -964,11 +867,10 @@ def load_tokenizer(path) -> Tokenizer:
 
 def special_ids(tokenizer, path="the tokenizer") -> dict:
     """{"[PAD]": id, …} for the seven special tokens. Raises UserError when one is missing."""
-    ids = {t: tokenizer.token_to_id(t) for t in SPECIAL}
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     if None in ids.values():
-        missing = ", ".join(t for t, i in ids.items() if i is None)
-        raise UserError(f"{path}: lacks {missing}; give our tokenizer.json, or a BERT vocab.txt "
-                        "with two [unusedN] entries for the markers")
+        raise UserError(f"{path}: lacks one of {', '.join(SPECIAL)}; give our tokenizer.json, or a "
+                        "BERT vocab.txt with two [unusedN] entries for the markers")
     return ids
 
 # ---------------------------------------------------------------- a tokenised corpus
@@ -981,37 +883,43 @@ class Corpus:
     mention_first (P+1,)          where each passage's mentions start
     mention_start, _end (M,)      positions of [E_start] and [E_end] inside the passage; [CLS] is 0
     mention_entity (M,)           index into entity_names; 0 = not linked
-    mention_char (M, 2)           character offsets in the passage's text
+    mention_char (M, 2)           character offsets in the text
     article, held_out (P,)        index into titles; kept out of training
-    text (bytes,), text_start (P+1,)    the passages' own characters in UTF-8
+    text (bytes,), text_at (P, 2) all texts in UTF-8; from where to where a passage's stands
+    entity_index, article_index   {name: number} of entity_names, {title: number} of titles
     entity_count (E,)             linked mentions of each entity in passages that are not held out
-    special, vocab_size, meta     ids of the special tokens; counts, what was dropped, the recipe
+    special, vocab_size           ids of the special tokens; words of the tokenizer
+    maskable (vocab_size,), words     which tokens may be masked; those that may stand for them
+    meta                          counts, what was dropped, the recipe
     """
     ARRAYS = {"tokens": np.int32, "passage_start": np.int64, "mention_first": np.int64,
               "mention_start": np.int32, "mention_end": np.int32, "mention_entity": np.int32,
               "mention_char": np.int32, "article": np.int32, "held_out": np.bool_,
-              "text": np.uint8, "text_start": np.int64}
+              "text": np.uint8, "text_at": np.int64}
 
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
         self.folder, self.meta = folder, open_folder(folder, "tokenised corpus")
-        self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
         for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
-            array = np.memmap(Path(folder, name + ".bin"), dtype, "r")
-            setattr(self, name, np.asarray(array))
-        self.mention_char = self.mention_char.reshape(-1, 2)
+            array = np.asarray(np.memmap(Path(folder, name + ".bin"), dtype, "r"))
+            is_pairs = name in ("mention_char", "text_at")
+            setattr(self, name, array.reshape(-1, 2) if is_pairs else array)
+        self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
+        self.article_index = {title: i for i, title in enumerate(self.titles)}
+        self.entity_index = {name: i for i, name in enumerate(self.entity_names)}
+        in_training = np.repeat(~self.held_out, np.diff(self.mention_first))
+        linked = self.mention_entity[in_training & (self.mention_entity > 0)]
+        self.entity_count = np.bincount(linked, minlength=len(self.entity_names))
         self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
-        self.maskable = np.ones(self.vocab_size, bool)      # [UNK] is a word that we cannot spell
-        self.maskable[[self.special[t] for t in (PAD, CLS, SEP, MASK, E_START, E_END)]] = False
         self.words = np.setdiff1d(np.arange(self.vocab_size), list(self.special.values()))
+        self.maskable = np.isin(np.arange(self.vocab_size), [*self.words, self.special[UNK]])
 
     @staticmethod
     def build(path, folder, tokenizer, passage_length, max_length, recipe=None, old=None):
         """Tokenises a corpus file into a new folder, as a stream, and opens it.
 
         recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
-        all that is new is held out. Raises UserError for a bad line, a file without a text or a
-        linked mention."""
+        all that is new is held out. Raises UserError for a bad line or no linked mention."""
         part = f"{os.path.normpath(folder)}.part"
         if os.path.lexists(folder):
             raise UserError(f"{folder}: exists; choose another folder, or remove it")
@@ -1025,22 +933,12 @@ class Corpus:
             remove(part)
         return Corpus(folder)
 
-    @cached_property
-    def entity_index(self):
-        """{name: number} of the entities."""
-        return {name: i for i, name in enumerate(self.entity_names)}
-
-    @cached_property
-    def article_index(self):
-        """{title: number} of the articles."""
-        return {title: i for i, title in enumerate(self.titles)}
-
-    @cached_property
-    def entity_count(self):
-        held_out = np.repeat(self.held_out, np.diff(self.mention_first))
-        count = np.bincount(self.mention_entity[~held_out], minlength=len(self.entity_names))
-        count[0] = 0
-        return count
+    def passage(self, p) -> Passage:
+        """A passage; its index: the numbers of its mentions in the corpus."""
+        tokens = self.tokens[self.passage_start[p]:self.passage_start[p + 1]]
+        first, stop = self.mention_first[p:p + 2]
+        return Passage(tokens, self.mention_start[first:stop], self.mention_end[first:stop],
+                       np.arange(first, stop))
 
     def passage_entities(self, p):
         """Entity numbers of a passage's mentions; 0 = not linked."""
@@ -1050,79 +948,64 @@ class Corpus:
         """Passage numbers of corpus mention numbers."""
         return np.searchsorted(self.mention_first, mentions, "right") - 1
 
-    def passage_text(self, p) -> str:
-        return self.text[self.text_start[p]:self.text_start[p + 1]].tobytes().decode("utf-8")
-
     def show_mention(self, m, width=80) -> str:
         """One line to read: "Title: before [mention] after"."""
-        p = int(self.passage_of(m))
-        text, (start, end) = self.passage_text(p), self.mention_char[m]
+        p, (start, end) = self.passage_of(m), self.mention_char[m]
+        first, stop = self.text_at[p]
+        text, title = self.text[first:stop].tobytes().decode(), self.titles[self.article[p]]
         left, right = text[max(0, start - width):start], text[end:end + width]
-        title = self.titles[self.article[p]]
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
 def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
     """The arrays of a Corpus, appended to files as they are read; returns what its meta.json says
     of it. What is written in passing is not held."""
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
-    counts, dropped, files = Counter(), Counter(), {}
+    counts, dropped = Counter(), Counter()
     if old is not None:
         titles, entities = dict(old.article_index), dict(old.entity_index)
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
         for name in Corpus.ARRAYS:
             shutil.copy(Path(old.folder, name + ".bin"), folder)
-    before = counts.copy()
-
-    def append(**arrays):
-        for name, values in arrays.items():
-            files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
-
-    def end_passage():      # where the next one starts; int32 takes 4 bytes
-        append(passage_start=[files["tokens"].tell() // 4], text_start=[files["text"].tell()],
-               mention_first=[files["mention_start"].tell() // 4])
-
     with ExitStack() as stack:
-        for name in Corpus.ARRAYS:
-            files[name] = stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
+        files = {name: stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
+                 for name in Corpus.ARRAYS}
+
+        def append(**arrays):
+            for name, values in arrays.items():
+                files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
+
         if old is None:
-            end_passage()
-        for text, encoding in encodings_of(path, tokenizer):
-            held_out = old is not None or text.split == "held_out"
-            if old is None and text.split is None:          # one article in twenty, by its title
-                held_out = zlib.crc32(text.title.encode()) % 20 == 0
+            append(passage_start=[0], mention_first=[0])
+        for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None):
+            encoding = tokenizer.encode(text.text, add_special_tokens=False)
+            is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
+            split = text.split or ("held_out" if is_twentieth else "train")
+            held_out = old is not None or split == "held_out"
             article = titles.setdefault(text.title, len(titles))
-            numbers = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
-            entity = np.array(numbers, np.int64)
-            chars = np.array([m[:2] for m in text.mentions], np.int64).reshape(-1, 2)
+            entity = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
             counts.update(texts=1, mentions_read=len(entity),
                           texts_without_a_token=not encoding.ids)
+            text_from = files["text"].tell()
+            files["text"].write(text.text.encode())
             for passage in encode_text(encoding, text.mentions, passage_length, max_length, special,
                                        dropped):
-                lo, hi = passage.chars
-                own, linked_to = text.text[lo:hi], entity[passage.index]
-                append(tokens=passage.tokens, mention_start=passage.start, mention_end=passage.end,
-                       mention_entity=linked_to, article=[article], held_out=[held_out],
-                       mention_char=np.clip(chars[passage.index] - lo, 0, len(own)),
-                       text=np.frombuffer(own.encode("utf-8"), np.uint8))
-                end_passage()
-                m = len(linked_to)
+                linked = [entity[i] for i in passage.index]
+                m = len(linked)
                 counts.update(passages=1, passages_held_out=held_out, mentions=m,
-                              linked=int(np.count_nonzero(linked_to)),
+                              linked=sum(number > 0 for number in linked),
                               tokens=len(passage.tokens) - 2 * m - 2)
-    if counts["linked"] == before["linked"]:
-        what = "no linked mention" if counts["passages"] > before["passages"] else "no text"
-        raise UserError(f"{path}: holds {what}; a mention memory is made of linked mentions")
+                append(tokens=passage.tokens, mention_start=passage.start, mention_end=passage.end,
+                       mention_entity=linked, article=[article], held_out=[held_out],
+                       mention_char=[text.mentions[i][:2] for i in passage.index],
+                       text_at=[text_from, files["text"].tell()],
+                       mention_first=[counts["mentions"]])
+                append(passage_start=[files["tokens"].tell() // 4])         # int32: 4 bytes
+    if not counts["linked"]:
+        raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
     Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
     return {"counts": counts, "dropped": dropped, "special": special,
             "vocab_size": tokenizer.get_vocab_size()}
-
-def encodings_of(path, tokenizer):
-    """(text, its encoding) of each text of a corpus file."""
-    texts = iter(tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None))
-    while chunk := list(islice(texts, 1024)):
-        encodings = tokenizer.encode_batch([text.text for text in chunk], add_special_tokens=False)
-        yield from zip(chunk, encodings)
 
 # ---------------------------------------------------------------- Wikipedia
 

@@ -571,8 +571,9 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         supported = memory.passages_of(E) > 1
     masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row a mention
     for first in range(0, len(mentions), batch_size):
-        batch = data.eval_batch(run.corpus, mentions[first:first + batch_size]).to(device)
-        B, asked = len(batch.tokens), batch.masked              # (M,): one in each of B rows
+        number = mentions[first:first + batch_size]                                     # (B,)
+        batch = data.eval_batch(run.corpus, number).to(device)
+        B, asked = len(number), torch.from_numpy(number).to(device)[batch.row] == batch.mention
         H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
         mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
         if found[-1] is not None:

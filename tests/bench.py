@@ -246,8 +246,7 @@ def random_batch(config, B, T, n_mentions, n_targets, n_entities, device, seed=0
     nothing = torch.zeros_like(row)
     batch = data.Batch(tokens=tokens, unmasked=tokens.clone(), attention_mask=tokens > 0, row=row, start=start,
                        end=start + 2, entity=torch.randint(1, n_entities, (len(row),), generator=g), passage=row,
-                       masked=nothing > 0, target_index=at, target=tokens.flatten()[at], target_mention=at * 0 - 1,
-                       mention=nothing)
+                       target_index=at, target=tokens.flatten()[at], mention=nothing)
     batch.tokens.view(-1)[at] = 103
     return batch.to(device)
 

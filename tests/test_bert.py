@@ -472,8 +472,8 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     row = torch.tensor([0, 0, 1, 1])
     batch = data.Batch(tokens=tokens, unmasked=tokens.clone(), attention_mask=tokens > 0, row=row, passage=row,
                        start=torch.tensor([1, 9, 2, 12]), end=torch.tensor([4, 12, 5, 15]),
-                       entity=torch.tensor([1, 2, 1, 3]), masked=nothing > 0, target_index=torch.tensor([3, 40]),
-                       target=torch.tensor([2000, 3000]), target_mention=nothing[:2], mention=nothing)
+                       entity=torch.tensor([1, 2, 1, 3]), target_index=torch.tensor([3, 40]),
+                       target=torch.tensor([2000, 3000]), mention=nothing)
     optimizer = train.optimizer_for(SimpleNamespace(settings=settings, init=None), model)
     before = [p.detach().clone() for p in model.parameters()]
     H, _ = model.train()(batch)

@@ -157,8 +157,8 @@ def batch_of(z):
     index = z["in/mlm_target_positions"].long() + tokens.shape[1] * torch.arange(len(tokens))[:, None]
     nothing = torch.full_like(m.row, -1)
     return data.Batch(tokens=tokens, unmasked=tokens, attention_mask=z["in/text_mask"] > 0, row=m.row, start=m.start,
-                      end=m.end, entity=entity, passage=m.passage, masked=nothing > 0, target_index=index[at],
-                      target=z["in/mlm_target_ids"][at].long(), target_mention=nothing, mention=nothing)
+                      end=m.end, entity=entity, passage=m.passage, target_index=index[at],
+                      target=z["in/mlm_target_ids"][at].long(), mention=nothing)
 
 
 def memory_of(z, device=None, kind=MentionMemory, passage="in/memory_identifiers"):
