@@ -14,7 +14,6 @@ M is the number of mentions that ask, N that of memories, K that of retrieved on
 """
 import copy
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,9 +101,9 @@ class MentionMemory:
 
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.2): the search is without gradient, then the found keys are scored with it.
-        Every process offers its k_shard best (app. C.1.4: 2 of k = 128, from 128 processes). With
-        fewer than k / k_shard processes each offers more, so that there are k to choose from: one
-        process offers all k."""
+        Each process offers the k_shard best keys of its part of the memory, and the k best of all
+        these are kept: the paper's 128 processes offer 2 each for k = 128 (app. C.1.4). Few
+        processes offer k / processes each, so that there are k to choose from; one offers all k."""
         k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
                                   len(self))                                    # (M, K)
@@ -195,93 +194,83 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     parts = []
     # Passages of similar length are read together: the last one sets the width of a batch.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
-    order = np.argsort(lengths, kind="stable")
-    passages, lengths = passages[order], lengths[order]
-    while len(passages):
-        n_tokens = lengths * np.arange(1, len(lengths) + 1)
+    left = np.argsort(lengths, kind="stable")
+    while len(left):
+        n_tokens = lengths[left] * np.arange(1, len(left) + 1)
         n = max(1, int(np.searchsorted(n_tokens, BATCH_TOKENS, "right")))
-        batch = data.make_batch(corpus, passages[:n], None, 0, 0, None).to(device)
-        passages, lengths = passages[n:], lengths[n:]
+        batch = data.make_batch(corpus, passages[left[:n]], None, 0, 0, None).to(device)
+        left = left[n:]
         linked = batch.entity > 0
         spans = (batch.row[linked], batch.start[linked], batch.end[linked])
         with low_precision(encoder.config, device):
             keys, values = encoder(batch.tokens, batch.attention_mask, *spans)
         ids = (batch.entity[linked], batch.passage[linked], batch.mention[linked])
-        parts.append([x.cpu().numpy() for x in (keys.float(), values.float(), *ids)])
-    keys, values, *ids = (np.concatenate(part) for part in zip(*parts))
+        parts.append([x.cpu() for x in (keys.float(), values.float(), *ids)])
+    keys, values, *ids = (torch.cat(part).numpy() for part in zip(*parts))
     rows = dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
     order = np.argsort(rows["mention"])
     return {name: array[order] for name, array in rows.items()}
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
-    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist.
+    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
+    processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: a plain
+    dictionary to keep. old: folder of a memory of a corpus with which this one begins; its full
+    shards are taken over if the same encoder wrote them. Raises UserError.
 
-    All processes call it and share the shards of PASSAGES_PER_SHARD passages. They write to
-    `folder`.part, where a build that was cut off goes on: each file is written whole, so a shard
-    whose files are there is done. recipe: a plain dictionary to keep. old: folder of a memory of a
-    corpus with which this one begins; its full shards are linked if this encoder wrote them.
-    Raises UserError."""
+    Each file is written whole, to `folder`.part. So a shard whose files are all there is done, and
+    a build that was cut off goes on."""
     part, (rank, size) = Path(f"{folder}.part"), ann.rank_and_size()
     part.mkdir(parents=True, exist_ok=True)
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
-    made_by = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
-    theirs, n_old = data.open_folder(old, "memory") if old else {}, 0
-    if theirs.items() >= made_by.items():
-        n_old = theirs["n_passages"] // each
+    about = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
+    theirs = data.open_folder(old, "memory") if old else {}
+    n_old = theirs["n_passages"] // each if theirs.items() >= about.items() else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [array_file(part, shard, name) for name in ARRAYS]
-        record = part / f"shard-{shard:05d}.crc"
-        if is_whole(record, made_by, paths):
+        if all(path.exists() for path in paths):
             continue
         if shard < n_old:
             for path in paths:
-                source = Path(old) / path.name
-                try:
-                    os.link(source, path)
-                except OSError:                                     # a disk without links
-                    data.write_file(path, lambda file: file.write(source.read_bytes()))
-        else:
-            rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
-            bad = ~np.isfinite(np.concatenate([rows["keys"], rows["values"]], 1)).all(1)
-            if bad.any():
-                p = rows["passage"][bad.argmax()]
-                raise data.UserError(
-                    f"passage {p:,}: a number of its keys or values is not finite; train batch-tome"
-                    " again with a lower --lr, or use --set memory_dtype=float32")
-            for name, path in zip(ARRAYS, paths):
-                data.write_file(path, lambda file: np.save(file, rows[name], allow_pickle=False))
-        data.write_json(record, made_by | {"crc32": [data.checksum(path) for path in paths]})
+                take_over(Path(old) / path.name, path)
+            continue
+        rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
+        finite = np.isfinite(np.hstack([rows["keys"], rows["values"]])).all(1)
+        if not finite.all():
+            raise data.UserError(
+                f"passage {rows['passage'][finite.argmin()]:,}: its keys or values are not finite; "
+                "train batch-tome again with a lower --lr, or use --set memory_dtype=float32")
+        for name, path in zip(ARRAYS, paths):
+            data.write_file(path, lambda file: np.save(file, rows[name]))
     ann.barrier()
     if rank == 0:
         n = sum(len(np.load(array_file(part, shard, "entity"))) for shard in range(len(shards)))
-        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **made_by, n=n,
+        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **about, n=n,
                            key_dim=encoder.config.key_dim, value_dim=encoder.config.value_dim,
                            n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
 
-def is_whole(record, made_by, paths):
-    """Whether a shard was written, by this encoder, and is still as it was."""
-    with suppress(OSError, ValueError):
-        return data.read_json(record) == made_by | {"crc32": [*map(data.checksum, paths)]}
+def take_over(source, path):
+    """The same file under another name; its copy on a disk without links."""
+    try:
+        os.link(source, path)
+    except OSError:
+        data.write_file(path, lambda file: file.write(source.read_bytes()))
 
 def read_manifest(folder):
     """What commit_folder keeps of a memory, a dictionary. Raises UserError if a file is missing."""
     return data.open_folder(folder, "memory", wanted=lambda name: False)
 
-def load_memory(folder, encoder=None, device="cpu"):
-    """This process's part of the table: shards rank, rank + size, … encoder: the fingerprint of the
+def load_memory(folder, fingerprint=None, device="cpu"):
+    """This process's part of the table: shards rank, rank + size, … fingerprint: that of the
     Mention Encoder that wrote it (app. B.6: TOME cannot learn to use another one's). Raises
     UserError, also where a file's checksum differs."""
     rank, size = ann.rank_and_size()
     about = data.open_folder(folder, "memory", lambda name: int(name[-9:-4]) % size == rank)
-    if encoder not in (None, about["encoder"]):
+    if fingerprint not in (None, about["encoder"]):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
-    for name in ARRAYS:         # a process may have no shard; np.load unpickles nothing
-        try:
-            first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
-            rows[name] = np.concatenate([first[:0], *parts])
-        except ValueError as error:
-            raise data.UserError(f"{folder} is damaged ({name}: {error}); remove it") from error
+    for name in ARRAYS:
+        first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
+        rows[name] = np.concatenate([first[:0], *parts])        # a process may have no shard
     return MentionMemory(**rows, device=device)
