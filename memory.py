@@ -95,9 +95,12 @@ class MentionMemory:
 
     def search(self, query, k, query_passage):
         """The k best of this process's rows, same passage removed first: scores, ids [Q, k]."""
-        if self.index is not None:
-            return self.index.search(query, k, self.n_search, query_passage)
-        return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
+        if self.n_search is None:
+            return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
+        if self.index is None:
+            n_buckets = int(4 * len(self) ** 0.5)
+            self.index = ann.BucketedIndex(self.keys, n_buckets, self.passage)
+        return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.2): the search is without gradient, then the found keys are scored with it.
@@ -124,21 +127,19 @@ class MentionMemory:
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
         return ann.sum_over_processes(pairs[0].bincount(minlength=n_entities), pairs.device)
 
-    def changed(self, **arrays):
-        """A copy with other arrays in place of those named. An index holds keys and passages."""
+    def changed(self, **attributes):
+        """A copy with others in place of those named."""
         other = copy.copy(self)
-        vars(other).update(arrays)
-        return other.bucketed(self.n_search) if {"keys", "passage"} & arrays.keys() else other
+        vars(other).update(attributes)
+        return other
 
     def bucketed(self, n_search):
         """The same rows, searched in n_search of 4 sqrt(N) buckets (app. C.1.2); None: exactly."""
-        n = int(4 * len(self) ** 0.5)
-        index = None if n_search is None else ann.BucketedIndex(self.keys, n, self.passage)
-        return self.changed(n_search=n_search, index=index)
+        return self.changed(n_search=n_search, index=None)
 
     def select(self, keep):
         """Only the rows where keep (N,) is true."""
-        return self.changed(**{name: getattr(self, name)[keep] for name in ARRAYS})
+        return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
         """A uniform sample (§4.1: 38M of 150M mentions) by passage: each is whole or left out."""
@@ -158,7 +159,8 @@ class MentionMemory:
 
     def by_article(self, article):
         """The same rows, grouped by article: a query of group a sees nothing of article a."""
-        return self.changed(passage=torch.tensor(article).to(self.passage)[self.passage])
+        article = torch.tensor(article).to(self.passage)
+        return self.changed(passage=article[self.passage], index=None)
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> M (B, T, hidden), Retrieved."""
@@ -200,16 +202,15 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
         n = max(1, int(np.searchsorted(n_tokens, BATCH_TOKENS, "right")))
         batch = data.make_batch(corpus, passages[left[:n]], None, 0, 0, None).to(device)
         left = left[n:]
-        linked = batch.entity > 0
-        spans = (batch.row[linked], batch.start[linked], batch.end[linked])
+        mentions = (batch.row, batch.start, batch.end, batch.entity, batch.passage, batch.mention)
+        row, start, end, *ids = (x[batch.entity > 0] for x in mentions)
         with low_precision(encoder.config, device):
-            keys, values = encoder(batch.tokens, batch.attention_mask, *spans)
-        ids = (batch.entity[linked], batch.passage[linked], batch.mention[linked])
+            keys, values = encoder(batch.tokens, batch.attention_mask, row, start, end)
         parts.append([x.cpu() for x in (keys.float(), values.float(), *ids)])
-    keys, values, *ids = (torch.cat(part).numpy() for part in zip(*parts))
-    rows = dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
-    order = np.argsort(rows["mention"])
-    return {name: array[order] for name, array in rows.items()}
+    rows = [torch.cat(part).numpy() for part in zip(*parts)]
+    order = np.argsort(rows[-1])                                    # by mention
+    keys, values, *ids = (array[order] for array in rows)
+    return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
@@ -232,7 +233,11 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
             continue
         if shard < n_old:
             for path in paths:
-                take_over(Path(old) / path.name, path)
+                source = Path(old) / path.name
+                try:
+                    os.link(source, path)
+                except OSError:                                     # a disk without links
+                    data.write_file(path, lambda file: file.write(source.read_bytes()))
             continue
         rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
         finite = np.isfinite(np.hstack([rows["keys"], rows["values"]])).all(1)
@@ -249,13 +254,6 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                            key_dim=encoder.config.key_dim, value_dim=encoder.config.value_dim,
                            n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
-
-def take_over(source, path):
-    """The same file under another name; its copy on a disk without links."""
-    try:
-        os.link(source, path)
-    except OSError:
-        data.write_file(path, lambda file: file.write(source.read_bytes()))
 
 def read_manifest(folder):
     """What commit_folder keeps of a memory, a dictionary. Raises UserError if a file is missing."""
