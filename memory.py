@@ -98,8 +98,7 @@ class MentionMemory:
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         if self.index is None:
-            n_buckets = int(4 * len(self) ** 0.5)
-            self.index = ann.BucketedIndex(self.keys, n_buckets, self.passage)
+            self.index = ann.BucketedIndex(self.keys, int(4 * len(self) ** 0.5), self.passage)
         return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
@@ -218,15 +217,16 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     dictionary to keep. old: folder of a memory of a corpus with which this one begins; its full
     shards are taken over if the same encoder wrote them. Raises UserError.
 
-    Each file is written whole, to `folder`.part. So a shard whose files are all there is done, and
-    a build that was cut off goes on."""
-    part, (rank, size) = Path(f"{folder}.part"), ann.rank_and_size()
+    Each file is written whole, to a folder that is named after the encoder. So a shard whose files
+    are all there is done, and a build that was cut off goes on."""
+    rank, size = ann.rank_and_size()
+    part = Path(f"{folder}.{encoder.fingerprint[:8]}.part")
     part.mkdir(parents=True, exist_ok=True)
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
     about = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
-    theirs = data.open_folder(old, "memory") if old else {}
-    n_old = theirs["n_passages"] // each if theirs.items() >= about.items() else 0
+    before = data.open_folder(old, "memory") if old else {}
+    n_old = before["n_passages"] // each if before.items() >= about.items() else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [array_file(part, shard, name) for name in ARRAYS]
         if all(path.exists() for path in paths):
@@ -240,11 +240,9 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                     data.write_file(path, lambda file: file.write(source.read_bytes()))
             continue
         rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
-        finite = np.isfinite(np.hstack([rows["keys"], rows["values"]])).all(1)
-        if not finite.all():
-            raise data.UserError(
-                f"passage {rows['passage'][finite.argmin()]:,}: its keys or values are not finite; "
-                "train batch-tome again with a lower --lr, or use --set memory_dtype=float32")
+        if not (np.isfinite(rows["keys"]).all() and np.isfinite(rows["values"]).all()):
+            raise data.UserError("keys or values that are not finite; train batch-tome again with "
+                                 "a lower --lr, or use --set memory_dtype=float32")
         for name, path in zip(ARRAYS, paths):
             data.write_file(path, lambda file: np.save(file, rows[name]))
     ann.barrier()
