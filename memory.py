@@ -14,7 +14,6 @@ M is the number of mentions that ask, N that of memories, K that of retrieved on
 """
 import copy
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,15 +95,17 @@ class MentionMemory:
 
     def search(self, query, k, query_passage):
         """The k best of this process's rows, same passage removed first: scores, ids [Q, k]."""
-        if self.index is not None:
-            return self.index.search(query, k, self.n_search, query_passage)
-        return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
+        if self.n_search is None:
+            return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
+        if self.index is None:
+            self.index = ann.BucketedIndex(self.keys, int(4 * len(self) ** 0.5), self.passage)
+        return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.2): the search is without gradient, then the found keys are scored with it.
-        Every process offers its k_shard best (app. C.1.4: 2 of k = 128, from 128 processes). With
-        fewer than k / k_shard processes each offers more, so that there are k to choose from: one
-        process offers all k."""
+        Each process offers the k_shard best keys of its part of the memory, and the k best of all
+        these are kept: the paper's 128 processes offer 2 each for k = 128 (app. C.1.4). Few
+        processes offer k / processes each, so that there are k to choose from; one offers all k."""
         k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
                                   len(self))                                    # (M, K)
@@ -125,21 +126,19 @@ class MentionMemory:
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
         return ann.sum_over_processes(pairs[0].bincount(minlength=n_entities), pairs.device)
 
-    def changed(self, **arrays):
-        """A copy with other arrays in place of those named. An index holds keys and passages."""
+    def changed(self, **attributes):
+        """A copy with others in place of those named."""
         other = copy.copy(self)
-        vars(other).update(arrays)
-        return other.bucketed(self.n_search) if {"keys", "passage"} & arrays.keys() else other
+        vars(other).update(attributes)
+        return other
 
     def bucketed(self, n_search):
         """The same rows, searched in n_search of 4 sqrt(N) buckets (app. C.1.2); None: exactly."""
-        n = int(4 * len(self) ** 0.5)
-        index = None if n_search is None else ann.BucketedIndex(self.keys, n, self.passage)
-        return self.changed(n_search=n_search, index=index)
+        return self.changed(n_search=n_search, index=None)
 
     def select(self, keep):
         """Only the rows where keep (N,) is true."""
-        return self.changed(**{name: getattr(self, name)[keep] for name in ARRAYS})
+        return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
         """A uniform sample (§4.1: 38M of 150M mentions) by passage: each is whole or left out."""
@@ -159,7 +158,8 @@ class MentionMemory:
 
     def by_article(self, article):
         """The same rows, grouped by article: a query of group a sees nothing of article a."""
-        return self.changed(passage=torch.tensor(article).to(self.passage)[self.passage])
+        article = torch.tensor(article).to(self.passage)
+        return self.changed(passage=article[self.passage], index=None)
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> M (B, T, hidden), Retrieved."""
@@ -195,44 +195,41 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     parts = []
     # Passages of similar length are read together: the last one sets the width of a batch.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
-    order = np.argsort(lengths, kind="stable")
-    passages, lengths = passages[order], lengths[order]
-    while len(passages):
-        n_tokens = lengths * np.arange(1, len(lengths) + 1)
+    left = np.argsort(lengths, kind="stable")
+    while len(left):
+        n_tokens = lengths[left] * np.arange(1, len(left) + 1)
         n = max(1, int(np.searchsorted(n_tokens, BATCH_TOKENS, "right")))
-        batch = data.make_batch(corpus, passages[:n], None, 0, 0, None).to(device)
-        passages, lengths = passages[n:], lengths[n:]
-        linked = batch.entity > 0
-        spans = (batch.row[linked], batch.start[linked], batch.end[linked])
+        batch = data.make_batch(corpus, passages[left[:n]], None, 0, 0, None).to(device)
+        left = left[n:]
+        mentions = (batch.row, batch.start, batch.end, batch.entity, batch.passage, batch.mention)
+        row, start, end, *ids = (x[batch.entity > 0] for x in mentions)
         with low_precision(encoder.config, device):
-            keys, values = encoder(batch.tokens, batch.attention_mask, *spans)
-        ids = (batch.entity[linked], batch.passage[linked], batch.mention[linked])
-        parts.append([x.cpu().numpy() for x in (keys.float(), values.float(), *ids)])
-    keys, values, *ids = (np.concatenate(part) for part in zip(*parts))
-    rows = dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
-    order = np.argsort(rows["mention"])
-    return {name: array[order] for name, array in rows.items()}
+            keys, values = encoder(batch.tokens, batch.attention_mask, row, start, end)
+        parts.append([x.cpu() for x in (keys.float(), values.float(), *ids)])
+    rows = [torch.cat(part).numpy() for part in zip(*parts)]
+    order = np.argsort(rows[-1])                                    # by mention
+    keys, values, *ids = (array[order] for array in rows)
+    return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
-    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist.
+    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
+    processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: a plain
+    dictionary to keep. old: folder of a memory of a corpus with which this one begins; its full
+    shards are taken over if the same encoder wrote them. Raises UserError.
 
-    All processes call it and share the shards of PASSAGES_PER_SHARD passages. They write to
-    `folder`.part, where a build that was cut off goes on: each file is written whole, so a shard
-    whose files are there is done. recipe: a plain dictionary to keep. old: folder of a memory of a
-    corpus with which this one begins; its full shards are linked if this encoder wrote them.
-    Raises UserError."""
-    part, (rank, size) = Path(f"{folder}.part"), ann.rank_and_size()
+    Each file is written whole, to a folder that is named after the encoder. So a shard whose files
+    are all there is done, and a build that was cut off goes on."""
+    rank, size = ann.rank_and_size()
+    part = Path(f"{folder}.{encoder.fingerprint[:8]}.part")
     part.mkdir(parents=True, exist_ok=True)
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
-    made_by = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
-    theirs, n_old = data.open_folder(old, "memory") if old else {}, 0
-    if theirs.items() >= made_by.items():
-        n_old = theirs["n_passages"] // each
+    about = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
+    before = data.open_folder(old, "memory") if old else {}
+    n_old = before["n_passages"] // each if before.items() >= about.items() else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [array_file(part, shard, name) for name in ARRAYS]
-        record = part / f"shard-{shard:05d}.crc"
-        if is_whole(record, made_by, paths):
+        if all(path.exists() for path in paths):
             continue
         if shard < n_old:
             for path in paths:
@@ -241,47 +238,35 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
                     os.link(source, path)
                 except OSError:                                     # a disk without links
                     data.write_file(path, lambda file: file.write(source.read_bytes()))
-        else:
-            rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
-            bad = ~np.isfinite(np.concatenate([rows["keys"], rows["values"]], 1)).all(1)
-            if bad.any():
-                p = rows["passage"][bad.argmax()]
-                raise data.UserError(
-                    f"passage {p:,}: a number of its keys or values is not finite; train batch-tome"
-                    " again with a lower --lr, or use --set memory_dtype=float32")
-            for name, path in zip(ARRAYS, paths):
-                data.write_file(path, lambda file: np.save(file, rows[name], allow_pickle=False))
-        data.write_json(record, made_by | {"crc32": [data.checksum(path) for path in paths]})
+            continue
+        rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
+        if not (np.isfinite(rows["keys"]).all() and np.isfinite(rows["values"]).all()):
+            raise data.UserError("keys or values that are not finite; train batch-tome again with "
+                                 "a lower --lr, or use --set memory_dtype=float32")
+        for name, path in zip(ARRAYS, paths):
+            data.write_file(path, lambda file: np.save(file, rows[name]))
     ann.barrier()
     if rank == 0:
         n = sum(len(np.load(array_file(part, shard, "entity"))) for shard in range(len(shards)))
-        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **made_by, n=n,
+        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **about, n=n,
                            key_dim=encoder.config.key_dim, value_dim=encoder.config.value_dim,
                            n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
-
-def is_whole(record, made_by, paths):
-    """Whether a shard was written, by this encoder, and is still as it was."""
-    with suppress(OSError, ValueError):
-        return data.read_json(record) == made_by | {"crc32": [*map(data.checksum, paths)]}
 
 def read_manifest(folder):
     """What commit_folder keeps of a memory, a dictionary. Raises UserError if a file is missing."""
     return data.open_folder(folder, "memory", wanted=lambda name: False)
 
-def load_memory(folder, encoder=None, device="cpu"):
-    """This process's part of the table: shards rank, rank + size, … encoder: the fingerprint of the
+def load_memory(folder, fingerprint=None, device="cpu"):
+    """This process's part of the table: shards rank, rank + size, … fingerprint: that of the
     Mention Encoder that wrote it (app. B.6: TOME cannot learn to use another one's). Raises
     UserError, also where a file's checksum differs."""
     rank, size = ann.rank_and_size()
     about = data.open_folder(folder, "memory", lambda name: int(name[-9:-4]) % size == rank)
-    if encoder not in (None, about["encoder"]):
+    if fingerprint not in (None, about["encoder"]):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
-    for name in ARRAYS:         # a process may have no shard; np.load unpickles nothing
-        try:
-            first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
-            rows[name] = np.concatenate([first[:0], *parts])
-        except ValueError as error:
-            raise data.UserError(f"{folder} is damaged ({name}: {error}); remove it") from error
+    for name in ARRAYS:
+        first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
+        rows[name] = np.concatenate([first[:0], *parts])        # a process may have no shard
     return MentionMemory(**rows, device=device)

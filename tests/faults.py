@@ -399,7 +399,6 @@ KINDS = {
     "qa.pt": ("qa.pt", "done", "eval qa"), "memory meta": ("memory-*/meta.json", "done", "eval"),
     "memory arrays": ("memory-*/*.npy", "done", "eval"),
     "batch-tome.pt": ("batch-tome.pt", "memory", "memory"),
-    "half a memory": ("memory-*.part/*.npy", "half a memory", "memory"),
     "tome.pt, half trained": ("tome.pt", "half a tome", "tome"),
     "log.jsonl": ("log.jsonl", "half a tome", "tome")}
 

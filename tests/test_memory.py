@@ -54,7 +54,7 @@ def test_a_memory_is_what_the_encoder_says_and_its_meta_says_so(corpora, tmp_pat
     assert manifest["encoder"] == encoder.fingerprint and manifest["dtype"] == "float32"
     assert (manifest["n_passages"], manifest["n_shards"]) == (len(corpus.article), -(-len(corpus.article) // 16))
     assert (manifest["key_dim"], manifest["value_dim"]) == (TINY.key_dim, TINY.value_dim)
-    assert not (tmp_path / "memory.part").exists()
+    assert not list(tmp_path.glob("*.part"))
     with pytest.raises(UserError, match="another mention encoder"):
         load_memory(tmp_path / "memory", new_encoder(1).fingerprint)
 
@@ -72,7 +72,7 @@ def test_a_build_that_was_cut_off_goes_on_at_the_first_shard_missing(corpora, tm
     with pytest.raises(KeyboardInterrupt):
         build(corpora[0], tmp_path / "memory")
     assert not (tmp_path / "memory").exists()
-    (tmp_path / "memory.part" / "keys-00001.npy").unlink()      # a shard of which a file is missing
+    next(tmp_path.glob("memory.*.part/keys-00001.npy")).unlink()        # a shard of which a file is missing
     assert build(corpora[0], tmp_path / "memory") == whole
     assert calls[:5] == [0, 16, 32, 16, 32] and len(calls) == len(set(calls)) + 2
 
@@ -108,11 +108,11 @@ def test_what_is_not_whole_is_refused_in_one_sentence(corpora, tmp_path, damage,
     with pytest.raises(UserError, match=message):
         load_memory(folder)
 
-def test_numbers_that_are_not_finite_are_refused_with_passage_and_remedy(corpora, tmp_path):
+def test_numbers_that_are_not_finite_are_refused_with_remedy(corpora, tmp_path):
     for weight, dtype in ((1e6, np.float16), (np.nan, np.float32)):
         encoder = new_encoder()
         encoder.value.linear.bias.data[2] = weight
-        with pytest.raises(UserError, match="passage 0: .*lower --lr.*memory_dtype=float32"):
+        with pytest.raises(UserError, match="not finite.*lower --lr.*memory_dtype=float32"):
             build_memory(encoder, corpora[1], tmp_path / "memory", CPU, dtype, {})
         assert not (tmp_path / "memory").exists()
 
