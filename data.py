@@ -620,7 +620,9 @@ def write_toy(folder, lines, examples):
     for name, records in {**examples, "corpus": lines}.items():
         write_lines(Path(folder, name + ".jsonl"), records)
 
-# ================================================================ files: JSON lines
+# ==== Set apart: files ============================================================================
+
+# ---------------------------------------------------------------- JSON lines
 
 MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 

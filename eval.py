@@ -189,7 +189,7 @@ def show_where_it_helps(run, pairs):
         train.say(f"\nRight only {title}: {len(found)} of {len(shares)}")
         train.say("\n".join(f"  {run.corpus.show_mention(m)}" for m in found[:10]))
 
-# ---- Report and command line ---------------------------------------------------------------------
+# ==== Set apart: report and command line ==========================================================
 
 def say_figures(figures, place=""):
     """A line for each cell: its place in --json, then its figures with their 95% intervals."""

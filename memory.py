@@ -181,7 +181,8 @@ class MemoryAttention(nn.Module):
         # and leave the scale of their neighbours. The public code normalises all, and so do we.
         return self.norm(H), found
 
-# ---- Files: plain .npy arrays by shard, so that any number of processes writes the same files
+# ==== Set apart: files ============================================================================
+# Plain .npy arrays by shard, so that any number of processes writes the same files.
 
 def array_file(folder, shard, name):
     return Path(folder) / f"{name}-{shard:05d}.npy"

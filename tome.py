@@ -298,6 +298,8 @@ def part_of(state, prefix):
     return {name.removeprefix(prefix): tensor
             for name, tensor in state.items() if name.startswith(prefix)}
 
+# ==== Set apart: published weights ================================================================
+
 def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
