@@ -267,7 +267,10 @@ def load_memory(folder, fingerprint=None, device="cpu"):
     if fingerprint not in (None, about["encoder"]):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
-    for name in ARRAYS:
-        first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
-        rows[name] = np.concatenate([first[:0], *parts])        # a process may have no shard
+    try:
+        for name in ARRAYS:                                     # np.load unpickles nothing
+            first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
+            rows[name] = np.concatenate([first[:0], *parts])    # a process may have no shard
+    except ValueError as error:
+        raise data.UserError(f"{folder} is damaged ({name}: {error}); remove it") from error
     return MentionMemory(**rows, device=device)
