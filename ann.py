@@ -105,7 +105,7 @@ def keep_best(best, candidates, query_passage, key_passage):
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids [Q, k].
     queries [Q, d]; keys [N, d], which may lie on disk; query_passage [Q], key_passage [N]."""
-    keys, Q, N, device = torch.as_tensor(keys), len(queries), len(keys), queries.device
+    keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
     best = plain_topk(queries, queries[:0], k)                               # of no keys
     if Q == 0 or k == 0 or N == 0:
         return best
@@ -114,9 +114,9 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     later = min(first, max(512, TILE // Q // 512 * 512))         # odd sizes make maxima slow
     # Some of the best may be of the query's own passage, which keep_best takes out.
     n = k if query_passage is None else k + largest(key_passage[:first])
-    tile, bar, found = torch.empty(Q * first, device=device), None, []
+    tile, bar, found = torch.empty(Q * first, device=queries.device), None, []
     for start, end in pairwise([0, *range(first, N, later), N]):
-        part = keys[start:end].to(device, torch.float32)
+        part = keys[start:end].to(queries.device, torch.float32)
         scores = tile[:Q * len(part)].view(Q, -1)
         torch.mm(queries.float(), part.T, out=scores)
         (query, column, score), bar = high_scores(scores, bar, n)
@@ -192,7 +192,8 @@ class BucketedIndex:
         if Q == 0 or k == 0 or n_search == 0:
             return best
         bucket = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A query's row of scores: of all keys in its first bucket, then in its second, …
+        # A query's row of scores: of all keys in its first bucket, then in its second, … The row is
+        # as wide as the longest: at most N, and -inf where there is no key.
         count = self.count[bucket].view(Q, n_search)
         width = int(count.sum(1).max())
         scores = torch.full((Q * width,), -torch.inf, device=device)
@@ -206,8 +207,7 @@ class BucketedIndex:
             if len(asking):
                 place = place + torch.arange(keys.shape[1], device=device)       # (asking, count)
                 scores[place] = asking @ keys.float()
-        n = k if query_passage is None else k + self.largest
-        (query, column, score), _ = high_scores(scores.view(Q, width), None, n)
+        (query, column, score), _ = high_scores(scores.view(Q, width), None, k + self.largest)
         place = query * width + column
         pair = torch.searchsorted(begin, place, right=True) - 1
         id = self.id[self.start[bucket[pair]] + place - begin[pair]]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import ann  # noqa: E402
 import data  # noqa: E402
 import memory  # noqa: E402
-from encoder import Config  # noqa: E402
+from encoder import Config, low_precision  # noqa: E402
 from tome import TOME, BatchTOME, coreference_loss, entity_prediction_loss, mlm_loss  # noqa: E402
 
 try:
@@ -200,11 +200,11 @@ def build(args):
         tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(f"{folder}/corpus.jsonl")), 2000)
         corpus = data.Corpus.build(f"{folder}/corpus.jsonl", f"{folder}/corpus", tokenizer, 64, 128)
         encoder = BatchTOME(TOME(SMALL)).to(args.device).eval().encoder
-        passages, calls = np.arange(4000), []
+        passages, calls = np.arange(1000), []
         handle = encoder.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
         memory.encode_passages(encoder, corpus, passages, torch.device(args.device))
         handle.remove()
-        with torch.no_grad():
+        with torch.no_grad(), low_precision(SMALL, torch.device(args.device)):
             times, _ = race(args.turns, bare=lambda: [encoder(*inputs) for inputs in calls],
                             whole=lambda: memory.encode_passages(encoder, corpus, passages, torch.device(args.device)))
         row(f"memory rows of {len(passages):,} passages, small; floor: bare encoder", times["whole"], "", times["bare"])
