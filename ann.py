@@ -152,10 +152,14 @@ def assign(points, centroids):
     return cluster
 
 @torch.no_grad()
-def kmeans(points, centroids, n_iters=10):
-    """Lloyd's k-means from these centroids [C, d], which stay as they are: new centroids [C, d],
-    each point's nearest one [N] (int64). points [N, d], N >= C. No cluster is empty."""
-    centroids = centroids.clone()
+def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
+    """Lloyd's k-means: centroids [C, d], each point's nearest one [N] (int64). No cluster is empty.
+    points [N, d], C = min(n_clusters, N). Starts at init [C, d], or at points chosen by seed."""
+    if init is None:
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(points), generator=generator)
+        init = points[order[:n_clusters].to(points.device)]
+    centroids = init.float().clone()
     cluster = assign(points, centroids)
     for _ in range(n_iters):
         # A GPU adds in no fixed order. In float64 the difference is lost when the mean is rounded.
@@ -174,7 +178,8 @@ class BucketedIndex:
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
         sample = keys[order[:SAMPLE * n_clusters].to(keys.device)].float()
         sample = F.normalize(sample.nan_to_num(0, 0, 0))        # one NaN would spoil all centroids
-        self.centroids = F.normalize(kmeans(sample, sample[:n_clusters])[0])             # (C, d)
+        self.centroids = F.normalize(
+            kmeans(sample, n_clusters, init=sample[:n_clusters])[0])            # (C, d)
         bucket = nearest(keys, self.centroids)[1]
         self.count = torch.bincount(bucket, minlength=len(self.centroids))               # (C,)
         self.start = self.count.cumsum(0) - self.count
