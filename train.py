@@ -835,10 +835,10 @@ def recipe_of(saved, kind):
         flags = {"steps": schedule.steps, "batch": schedule.batch, "lr": schedule.lr,
                  "start": None, "examples": None, "n_search": None}
         flags |= saved["stages"].get(kind, {})
-        recipe |= {"preset": saved["preset"], "seed": saved["seed"], **flags,
+        read = {name: value for name, value in (vars(settings) | vars(config)).items()
+                if name not in NO_RESULT | NOT_READ[kind]}
+        recipe |= {"preset": saved["preset"], "seed": saved["seed"], **read, **flags,
                    "warmup": min(schedule.warmup, flags["steps"] // 10)}
-        recipe |= {name: value for name, value in (vars(settings) | vars(config)).items()
-                   if name not in NO_RESULT | NOT_READ[kind]}
     made_from = {source: identity(recipe_of(saved, source)) for source in SOURCES[kind]}
     return recipe | {"published": saved["published"], "made_from": made_from}
 

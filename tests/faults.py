@@ -519,7 +519,7 @@ def fuzz_corpus(folder, lines, tokenizer):
     try:
         corpus = data.Corpus.build(path, folder / "corpus", tokenizer, 32, 48)
     except data.UserError as error:
-        assert "holds no" in str(error) and not any(m.entity for text in kept for m in text.mentions) or not kept
+        assert "no linked mention" in str(error) and not any(m.entity for text in kept for m in text.mentions) or not kept
         return len(kept), len(errors), empty
     counts = corpus.meta["counts"]
     assert counts["texts"] == len(kept)

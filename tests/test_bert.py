@@ -451,7 +451,7 @@ def n_parameters(*modules):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_blocks", [1, 2])
 def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks):
-    settings, config = train.preset("base", n_blocks)
+    settings, config = train.settings_of(train.NEW_RUN | {"preset": "base", "blocks": n_blocks})
     model = BatchTOME(TOME(config))
     tome, encoder = model.tome, model.encoder
     assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]

@@ -40,10 +40,10 @@ def folder(small_world, tmp_path_factory):
 def stage_of(folder, kind):
     """The stage, as train.train gives it to train_stage: from the checkpoints in the folder."""
     run = train.load_run(folder, train.read_run_file(folder), "cpu")
-    recipe, _ = train.plan(run, kind)
+    recipe = train.recipe_of(run.saved, kind)
     torch.manual_seed(0)        # batch-tome.pt is there, so its stage leaves the weights to the loop
-    examples = folder / f"{kind}.jsonl" if kind in ("claims", "qa") else None
-    return run, recipe, train.STAGES[kind](run, recipe, None, examples)
+    inputs = {"examples": folder / f"{kind}.jsonl"} if kind in ("claims", "qa") else {}
+    return run, recipe, train.STAGES[kind](run, recipe, **inputs)
 
 
 def first_step(folder, kind, found):
