@@ -353,14 +353,22 @@ def find_mentions(text, names) -> list:
 def mention_finder(names):
     """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
     noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
+    tree = name_index(names)
     try:
         import spacy
         pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # parts of spaCy that do not fit raise anything
-        tree = name_index(names)
         return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
-    return "spaCy's noun chunks", lambda text: [
-        Mention(chunk.start_char, chunk.end_char, None) for chunk in pipeline(text).noun_chunks]
+
+    def noun_chunks(text):
+        """A chunk that holds an entity's name is linked to that entity."""
+        mentions = []
+        for chunk in pipeline(text).noun_chunks:
+            start, end = chunk.start_char, chunk.end_char
+            named = find_mentions(text[start:end], tree)
+            mentions.append(Mention(start, end, named[-1].entity if named else None))
+        return mentions
+    return "spaCy's noun chunks", noun_chunks
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """The Passage of each example: what of its text fits in max_length positions, and of its
@@ -382,10 +390,11 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
             columns = [np.append(*pair) for pair in zip(columns, (at, at + 2, -1))]
         yield Passage(tokens, *columns)
 
-def count_cut_mentions(examples, tokenizer, max_length) -> int:
+def count_cut_mentions(examples, task, tokenizer, max_length) -> int:
     """How many mentions example_batch leaves out: behind max_length, too many, or overlapping."""
-    passages = example_passages(examples, "qa", tokenizer, max_length)
-    return sum(len(e.mentions) + 1 - len(passage.index) for e, passage in zip(examples, passages))
+    passages = example_passages(examples, task, tokenizer, max_length)
+    n_kept = sum(np.count_nonzero(passage.index >= 0) for passage in passages)
+    return sum(len(example.mentions) for example in examples) - n_kept
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).

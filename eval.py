@@ -177,7 +177,8 @@ def show(run, tome, memory, task, item):
         for weight, row in zip(weights[:3], retrieved.ids[m].tolist()):
             if weight > 0:
                 train.say(f"    {weight:.2f}  {corpus.show_mention(memory.mention[row].item())}")
-    train.say(f"  says: {said or 'nothing'}")
+    if task or len(batch.target) > 0:
+        train.say(f"  says: {said or 'nothing'}")
 
 def show_where_it_helps(run, pairs):
     """The first ten held-out mentions that the model only fills in with its memory, and the first

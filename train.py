@@ -196,9 +196,12 @@ def batch_tome_stage(run, recipe):
         if fit_step > 0 and step == fit_step:
             sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
-            batches = (data.make_batch(corpus, part, rng, mention_rate=0.5, token_rate=0.1,
-                                       max_mentions=None).to(run.device)
-                       for part in np.array_split(sample, -(-len(sample) // 32)))
+            batches = []
+            for part in np.array_split(sample, -(-len(sample) // 32)):
+                batch = data.make_batch(corpus, part, rng, mention_rate=0.5, token_rate=0.1,
+                                        max_mentions=None, is_withheld=run.is_withheld)
+                batch.entity[run.is_withheld[batch.entity.numpy()]] = 0     # not linked for the fit
+                batches.append(batch.to(run.device))
             fit_retrieval(model.eval(), batches)
             say_attention(f"{step}, after the fit")
         model.train()
@@ -715,7 +718,7 @@ def read_examples(run, task, path):
         say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
-    cut = data.count_cut_mentions(examples, run.tokenizer, run.settings.max_length)
+    cut = data.count_cut_mentions(examples, task, run.tokenizer, run.settings.max_length)
     nothing = sum(not e.mentions for e in examples)
     if cut or nothing:
         say(f"{path}: {cut:,} mentions overlap others or stand behind max_length, and are not read;"
@@ -800,6 +803,8 @@ def settings_of(saved):
                   if name not in ("vocab_size", "n_entities")}, "--set ")
     if config.hidden % (2 * config.n_heads):
         raise UserError("--set: hidden is even, and a multiple of n_heads")
+    if config.n_block > 1 and config.n_block % config.n_blocks:
+        raise UserError("--set: n_block is 1 or a multiple of --blocks")
     if settings.max_length > config.max_positions:
         raise UserError("--set: max_length is at most max_positions")
     for name, value in saved["set"].items():

@@ -801,7 +801,7 @@ def test_mentions_behind_max_length_are_counted():
     mentions = [Mention(0, 1, "A"), Mention(6, 7, "D"), Mention(10, 11, "F")]
     examples = [data.Example("a b c d e f", mentions, None, ["A"], {})] * 2
     for max_length, cut in ((32, 0), (14, 2), (9, 4)):
-        assert data.count_cut_mentions(examples, tokenizer, max_length) == cut
+        assert data.count_cut_mentions(examples, "qa", tokenizer, max_length) == cut
         batch = data.example_batch(examples, "qa", tokenizer, {}, max_length=max_length)
         assert len(batch.row) == 2 * 3 - cut + 2 and batch.tokens.shape[1] <= max_length
 
