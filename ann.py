@@ -1,11 +1,11 @@
 """Search in the mention memory (§2.2.2, app. C): the k keys of largest dot product with a query.
 
-    queries [Q, d], keys [N, d]  ->  scores [Q, k], ids [Q, k]            TopMem(Query(m)) of eq. 7
+    queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (this is TopMem(Query(m)), eq. 7)
     plain_topk       the definition, in ten lines; it holds all Q x N scores
     exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
     BucketedIndex    keys in k-means buckets; a query searches its n_search best ones (app. C.1.2)
     sharded_topk     each process searches its own keys for everybody's queries (app. C.1)
-    fetch            sends for the rows that were chosen, and only for those
+    fetch            requests the chosen rows from the processes that hold them
 
 All searches return scores by falling value, and equal scores by rising id. They leave out the keys
 of the query's own passage (passage -1 is nobody's) and every score that is not a finite number.
@@ -23,13 +23,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.nn.functional import all_gather
 
-BLOCK = 16              # scores of which first only the maximum is looked at
+BLOCK = 16              # scores per block: only blocks with a high maximum are looked into
 TILE = 2 ** 20          # scores computed at a time in an exact search: they stay in the cache
 QUERIES = 2048          # queries that sharded_topk gives to a search at a time
-SAMPLE = 256            # keys a bucket on which k-means learns
+SAMPLE = 256            # keys per bucket that k-means is trained on
 
 def dot(queries, keys):
-    """queries [..., Q, d], keys [..., N, d] -> float32 scores [..., Q, N], with gradient.
+    """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
     In float32 also where training computes in bfloat16. That would round a score of 50 by up to
     0.125, and attention weights are exponentials of scores."""
     with torch.autocast(queries.device.type, enabled=False):
@@ -45,7 +45,7 @@ def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
 
 def best_of(scores, ids, k):
-    """The k best of each row [Q, n]; equal scores keep their order. Fills up with -inf and -1."""
+    """The k best of each row (Q, n); equal scores keep their order. Fills up with -inf and -1."""
     missing = max(0, k - scores.shape[1])
     scores = F.pad(scores, (0, missing), value=-torch.inf)
     ids = F.pad(ids, (0, missing), value=-1)
@@ -56,15 +56,15 @@ def best_of(scores, ids, k):
 # ---- what the fast searches share
 
 def largest(passage):
-    """The most keys of one passage: so many places of a top-k may be the query's own."""
+    """The size of the largest passage: so many of a query's best keys can be its own passage's."""
     return max(passage.unique(return_counts=True)[1].tolist(), default=0)
 
 def high_scores(scores, bar, n):
-    """The finite scores [Q, W] above their query's bar [Q]: (query, column, score [n]), bar.
-    Beside the matrix product there is time to read all scores once. So only the maximum of each
-    block of scores is taken, and only a block with a maximum above the bar is looked into.
-    bar None: one that n scores of a query are above, just below its n-th largest maximum."""
-    # Of few scores the blocks are smaller: a bar needs n maxima.
+    """The finite scores (Q, W) above their query's bar (Q,): (query, column, score), each (F,), and
+    the bar. To read every score once more is affordable, to sort them is not: so only the maximum of
+    each block is compared with the bar. bar None: one is chosen that at least n scores of each query
+    exceed, just below its n-th largest block maximum."""
+    # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
     if missing:
@@ -81,14 +81,15 @@ def high_scores(scores, bar, n):
     return (query[i], block[i] + j * maxima.shape[1], scores[i, j]), bar
 
 def keep_best(best, candidates, query_passage, key_passage):
-    """The k best of best (scores, ids [Q, k]) and of candidates (query, id, score [n]), which are
-    not of the query's own passage. A candidate's id is above those in its row of best."""
+    """The k best of `best` (scores, ids, each (Q, k)) and of `candidates` (query, id, score, each
+    (F,)) without those of the query's own passage. A candidate's id is larger than those that are
+    in `best`, so of equal scores the smaller id is kept."""
     query, id, score = candidates
     if query_passage is not None:
         own = query_passage[query]
         allowed = (key_passage[id] != own) | (own < 0)
         query, id, score = query[allowed], id[allowed], score[allowed]
-    order = (query * 2 ** 40 + id).argsort()                                 # by query, then by id
+    order = (query * 2 ** 40 + id).argsort()                                 # by query, then by id (< 2^40)
     query, id, score = query[order], id[order], score[order]
     count = torch.bincount(query, minlength=len(best[0]))
     k, most = best[0].shape[1], int(count.max())
@@ -103,15 +104,15 @@ def keep_best(best, candidates, query_passage, key_passage):
 
 @torch.no_grad()
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The k best of all keys for every query (app. C.1.1, but exact): scores, ids [Q, k].
-    queries [Q, d]; keys [N, d], which may lie on disk; query_passage [Q], key_passage [N]."""
+    """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
+    queries (Q, d); keys (N, d), which may lie on disk; query_passage (Q,), key_passage (N,)."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
-    best = plain_topk(queries, queries[:0], k)                               # of no keys
+    best = plain_topk(queries, queries[:0], k)               # k empty places per query
     if Q == 0 or k == 0 or N == 0:
         return best
-    # The first tile is larger: it alone has no bar to clear, and sets a high one.
+    # The first tile is larger: its scores set the bar that the later tiles have to exceed.
     first = min(32 * TILE // Q, max(8192, N // 16), N)
-    later = min(first, max(512, TILE // Q // 512 * 512))         # odd sizes make maxima slow
+    later = min(first, max(512, TILE // Q // 512 * 512))         # other widths make amax slow
     # Some of the best may be of the query's own passage, which keep_best takes out.
     n = k if query_passage is None else k + largest(key_passage[:first])
     tile, bar, found = torch.empty(Q * first, device=queries.device), None, []
@@ -130,7 +131,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
 # ---- k-means and buckets
 
 def nearest(points, centroids):
-    """Squared Euclidean distance to the nearest centroid [N], and which one it is [N]."""
+    """points (N, d), centroids (C, d) -> squared Euclidean distance to the nearest centroid (N,),
+    and its number (N,)."""
     half = centroids.square().sum(1) / 2
     distance = torch.empty(len(points), device=centroids.device)
     cluster = torch.empty(len(points), dtype=torch.int64, device=centroids.device)
@@ -141,8 +143,8 @@ def nearest(points, centroids):
     return distance, cluster
 
 def assign(points, centroids):
-    """Each point's nearest centroid [N]. To each centroid that is nearest to none goes, and moves,
-    the point farthest from its own centroid that is not alone there. Changes `centroids`."""
+    """Each point's nearest centroid (N,). A centroid without points is moved onto the point that is
+    farthest from its own centroid, among points that are not alone there. Changes `centroids`."""
     distance, cluster = nearest(points, centroids)
     for empty in (torch.bincount(cluster, minlength=len(centroids)) == 0).nonzero()[:, 0].tolist():
         alone = torch.bincount(cluster)[cluster] == 1
@@ -153,8 +155,8 @@ def assign(points, centroids):
 
 @torch.no_grad()
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
-    """Lloyd's k-means: centroids [C, d], each point's nearest one [N] (int64). No cluster is empty.
-    points [N, d], C = min(n_clusters, N). Starts at init [C, d], or at points chosen by seed."""
+    """Lloyd's k-means: centroids (C, d), each point's nearest one (N,) (int64). No cluster is empty.
+    points (N, d), C = min(n_clusters, N). Starts at init (C, d), or at points chosen by seed."""
     if init is None:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(points), generator=generator)
@@ -162,7 +164,7 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
     centroids = init.float().clone()
     cluster = assign(points, centroids)
     for _ in range(n_iters):
-        # A GPU adds in no fixed order. In float64 the difference is lost when the mean is rounded.
+        # A GPU adds in no fixed order. Summed in float64, the difference is lost in the rounding.
         total = torch.zeros_like(centroids).double().index_add_(0, cluster, points.double())
         centroids = (total / torch.bincount(cluster)[:, None]).float()
         cluster = assign(points, centroids)
@@ -170,9 +172,9 @@ def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
-    keys [N, d] are copied, bucket after bucket. k-means runs on keys of unit length, and buckets of
-    keys and queries are chosen by the dot product with the centroids' directions. Centroids with
-    their lengths would draw every query to the same few (python tests/bench.py buckets)."""
+    keys (N, d) are copied, bucket after bucket. k-means runs on keys of unit length, and buckets of
+    keys and queries are chosen by the dot product with the centroids' directions. With their
+    lengths, the longest few would win every query (python tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
@@ -190,9 +192,9 @@ class BucketedIndex:
 
     @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
-        """The k best keys in the n_search best buckets of each query [Q, d]: scores, ids [Q, k]."""
+        """The k best keys in the n_search best buckets of each query (Q, d): scores, ids (Q, k)."""
         Q, device = len(queries), queries.device
-        best = plain_topk(queries, queries[:0], k)                               # of no keys
+        best = plain_topk(queries, queries[:0], k)               # k empty places per query
         n_search = min(n_search, len(self.keys))
         if Q == 0 or k == 0 or n_search == 0:
             return best
@@ -254,7 +256,7 @@ def gather_counts(n, device):
     return [n.tolist() for n in everybody]
 
 def gather(x):
-    """x [n, …] of all processes, one after the other: [sum of n, …]. n may differ and be 0.
+    """x (n, …) of all processes, one after the other: (sum of n, …). n may differ and be 0.
     Differentiable: a row's gradient is the sum of what all processes have for it."""
     if rank_and_size()[1] == 1:
         return x
@@ -279,7 +281,7 @@ def exchange(what, x, counts, back):
 def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     """The k best for this process's queries of the k_shard best in every shard (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
-    queries [Q, d], query_passage [Q]; Q may differ between processes. Returns scores, ids [Q, k];
+    queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);
     ids go on from shard to shard. Exact if k_shard = k; with less, what a shard has beyond its
     k_shard best is lost. "Without a second top-k" (app. C.1.4) is k = k_shard × processes."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
@@ -291,13 +293,13 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     if size > 1:
         counts = gather_counts(Q, device)
         ids[ids >= 0] += sum(gather_counts(n_local, device)[:rank])
-        found = (exchange("candidates", x, counts, [Q] * size) for x in (scores, ids))
+        found = (exchange("candidates", x, counts, (Q,) * size) for x in (scores, ids))
         scores, ids = (x.view(size, Q, k_shard).transpose(0, 1).flatten(1) for x in found)
     return best_of(scores, ids, k)
 
 @torch.no_grad()
 def fetch(ids, tables):
-    """Rows of sharded tables for ids [Q, k] of `sharded_topk`: tensors [Q, k, …], zeros for id -1.
+    """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
     tables: this process's shards, all of one length. A process asks once
     for a row that it needs, however often it needs it, and nothing else travels."""
     (rank, size), device = rank_and_size(), ids.device

@@ -26,7 +26,7 @@ import tempfile
 import zlib
 from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from itertools import islice
@@ -53,6 +53,17 @@ FORMAT = 7              # of the folders of a run (commit_folder)
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
+
+@contextmanager
+def intact(path, what="is damaged", remedy="remove it to train this stage again"):
+    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:              # a stranger's file can be wrong in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 
 # ---------------------------------------------------------------- mentions, markers, passages
 
@@ -312,22 +323,18 @@ class Example(NamedTuple):
 _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
 
-def add_name(index, name):
-    """Adds a name to a tree of names by their words, in which "" stands at a name's end:
-    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts.
-
-    "_" is a space, and a bracket at the end, as in "Mercury_(planet)", is not part of a name."""
-    words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower())
-    if any(word.isalnum() for word in words):
-        for word in words:
-            index = index.setdefault(word, {})
-        index.setdefault("", name)
-
 def name_index(names) -> dict:
-    """The tree of these names."""
+    """A tree of these names by their words, in which "" stands at a name's end:
+    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts. "_" is a
+    space, and a bracket at the end, as in "Mercury_(planet)", is not part of a name."""
     index = {}
     for name in names:
-        add_name(index, name)
+        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower())
+        if any(word.isalnum() for word in words):
+            node = index
+            for word in words:
+                node = node.setdefault(word, {})
+            node.setdefault("", name)
     return index
 
 def find_mentions(text, names) -> list:
@@ -623,12 +630,6 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
                                     **asked[i]))
     return {"qa": qa, "claims": claims if is_train else claims[:limit]}
 
-def write_toy(folder, lines, examples):
-    """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
-    os.makedirs(folder, exist_ok=True)
-    for name, records in {**examples, "corpus": lines}.items():
-        write_lines(Path(folder, name + ".jsonl"), records)
-
 # ==== Set apart: files ============================================================================
 
 # ---------------------------------------------------------------- JSON lines
@@ -770,7 +771,8 @@ def commit_folder(part, folder, **about):
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
     """meta.json of a folder that commit_folder has named. Every file must be there, and those that
     are wanted(name) must have their checksums. Raises UserError."""
-    try:
+    with intact(folder, f"is missing or damaged: not a whole {kind}",
+                "remove it and run the same stage again"):
         meta = read_json(Path(folder, "meta.json"))
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
@@ -779,9 +781,6 @@ def open_folder(folder, kind, wanted=lambda name: True) -> dict:
             if wanted(name) and checksum(Path(folder, name)) != crc32:
                 raise ValueError(f"the checksum of {name} differs")
         return meta
-    except (OSError, ValueError, LookupError) as error:
-        raise UserError(f"{folder} is missing or damaged: not a whole {kind} ({error}); remove it "
-                        "and run the same stage again") from error
 
 def write_lines(path, records):
     """JSON lines, by write_file; gzipped where the name ends in .gz, the same bytes each time."""
@@ -862,10 +861,8 @@ def load_tokenizer(path) -> Tokenizer:
     """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json.
     Raises UserError."""
     if str(path).endswith(".json"):
-        try:
+        with intact(path, "is not a tokenizer", "remove its folder to make it again"):
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:      # tokenizers raises nothing more precise
-            raise UserError(f"{path}: not a tokenizer ({error})") from error
     else:
         vocab = [line.rstrip("\r\n") for line in open_text(path)]
         unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
@@ -1310,9 +1307,15 @@ def check(path, preset="toy"):
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
 
-def toy(out, seed):
+def toy(out, seed=0):
     """write corpus.jsonl and examples of a made-up world"""
     write_toy(out, *toy_world(seed))
+
+def write_toy(folder, lines, examples):
+    """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
+    os.makedirs(folder, exist_ok=True)
+    for name, records in {**examples, "corpus": lines}.items():
+        write_lines(Path(folder, name + ".jsonl"), records)
 
 def at_least(least):
     """An argparse type: a whole number of at least that."""

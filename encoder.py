@@ -4,9 +4,9 @@
     SpanEncodingLayer(H, row, start, end) = W [H_start; H_end]                    (M, dim)     eq. 1
     MLMHead(H at the masked positions)                                            (L, vocab)
 
-B passages, T tokens of the longest one, L masked tokens. M mentions of the whole batch stand in
-flat arrays (row, start, end), so that no padding mention is computed. BERT is post-LN: each
-sublayer is LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end; d_K = key_dim,
+B passages, padded to T, the length of the longest; L masked tokens. The M mentions of the whole
+batch are flat arrays (row, start, end), each (M,), so no padding mention is computed. BERT is
+post-LN: each sublayer is LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end; d_K = key_dim,
 d_V = value_dim, d_C = coref_dim.
 """
 import json
@@ -20,7 +20,7 @@ from torch import nn
 
 @dataclass
 class Config:
-    """Every dimension of the model; the defaults are the paper's (§4.1, app. A, app. C.1.4)."""
+    """The model's sizes and variants; the defaults are the paper's (§4.1, app. A, app. C.1.4)."""
     vocab_size: int = 30522
     hidden: int = 768
     n_heads: int = 12
@@ -29,13 +29,14 @@ class Config:
     dropout: float = 0.1
     gelu: str = "tanh"          # "none" is the exact GELU; a loaded checkpoint decides
     init_std: float = 0.02
-    # Layers: n_initial below the first memory layer, n_block above it, shared out to n_blocks
-    # TOMEBlocks: 1 (TOME-1: one of 8) or 2 (TOME-2: two of 4). Each block has at least one layer.
+    # n_initial Transformer layers stand below the first memory layer, n_upper above it. The upper
+    # ones are divided equally among n_blocks TOMEBlocks (TOME-1: one of 8; TOME-2: two of 4). A
+    # single upper layer is copied to each block.
     n_initial: int = 4
-    n_block: int = 8
+    n_upper: int = 8
     n_blocks: int = 1
-    # The memory: sizes of keys, values and coreference encodings; memories that a mention attends
-    # to, and that are summed for an answer (eq. 10). Every process offers at least k_shard.
+    # Sizes of keys, values and coreference encodings. k: memories that a mention attends to, of
+    # which each process offers at least k_shard; k_answer, k_answer_shard: the same for eq. 10.
     key_dim: int = 128
     value_dim: int = 512
     coref_dim: int = 512
@@ -46,15 +47,15 @@ class Config:
     # What stands in the memory's place: "mentions" is TOME; the baselines are "entities", a trained
     # EntityTable of n_entities rows, and "none", no memory layers.
     memory: str = "mentions"
-    n_entities: int = 0         # rows of that table; with "none", only eq. 10 reads it
+    n_entities: int = 0         # rows of that table; "none" needs it to name answers (eq. 10)
     precision: str = "bfloat16" # of products in training and encoding, see low_precision
 
     @property
-    def layers_a_block(self):
-        return max(1, self.n_block // self.n_blocks)
+    def layers_per_block(self):
+        return max(1, self.n_upper // self.n_blocks)
 
 def low_precision(config, device):
-    """A context in which matrix products are made of bfloat16 numbers, if the config says so and
+    """A context in which matrix products are computed in bfloat16, if the config asks for it and
     the device is fast at it: GPUs, and processors with AVX512-BF16, four times as fast as in
     float32. Losses, scores and weights stay in float32."""
     is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
@@ -74,13 +75,14 @@ class Embeddings(nn.Module):
         x = self.word(tokens) + self.position.weight[:tokens.shape[1]] + self.segment.weight[0]
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
-# No padding is computed. A layer reads the n tokens of the whole batch as rows, x (n, hidden). Only
-# its attention knows the passages: `at` (n,) is each token's place in the flat batch. On short
-# passages that saves a quarter of a step.
+# Padding is left out of the computation. A layer sees the n real tokens of the whole batch as rows,
+# x (n, hidden); only attention puts them back into passages. `place` (n,) is each token's index in
+# the flattened batch (B * T). On short passages that saves a quarter of a step.
 
-def spread(x, at, attention_mask):
-    """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding."""
-    flat = x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, at, x)
+def spread(x, place, attention_mask):
+    """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding.
+    attention_mask (B, T) bool, True = token."""
+    flat = x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, place, x)
     return flat.unflatten(0, attention_mask.shape)
 
 class SelfAttention(nn.Module):
@@ -91,14 +93,16 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x, at, attention_mask):
-        qkv = spread(self.qkv(x), at, attention_mask).unflatten(-1, (3, self.n_heads, -1))
+    def forward(self, x, place, attention_mask):
+        qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                              # each (B, heads, T, hd)
         scores = q * q.shape[-1] ** -0.5 @ k.mT                           # (B, heads, T, T)
-        with torch.no_grad():       # padding gets weight 0, hence gradient 0: no copy is needed
+        # In place and hidden from autograd: padding has weight 0, so its gradient is 0 anyway, and
+        # no copy of the scores is made.
+        with torch.no_grad():
             scores.masked_fill_(~attention_mask[:, None, None, :], -torch.inf)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
-        return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[at])   # (B T, hidden)[at]
+        return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[place])
 
 class TransformerLayer(nn.Module):
     """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""
@@ -112,8 +116,8 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.gelu = config.gelu
 
-    def forward(self, x, at, attention_mask):
-        x = self.attention_norm(x + self.dropout(self.attention(x, at, attention_mask)))
+    def forward(self, x, place, attention_mask):
+        x = self.attention_norm(x + self.dropout(self.attention(x, place, attention_mask)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
 class TransformerBlock(nn.Module):
@@ -124,15 +128,15 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask):
-        at = attention_mask.flatten().nonzero()[:, 0]
-        x = x.flatten(0, 1)[at]
+        place = attention_mask.flatten().nonzero()[:, 0]
+        x = x.flatten(0, 1)[place]
         for layer in self.layers:
-            x = layer(x, at, attention_mask)
-        return spread(x, at, attention_mask)
+            x = layer(x, place, attention_mask)
+        return spread(x, place, attention_mask)
 
 class SpanEncodingLayer(nn.Module):
-    """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden) ->
-    (M, dim). The paper writes no bias, but its code has one, and so do its weights."""
+    """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden),
+    row, start, end (M,) -> (M, dim). The paper writes no bias, but its code has one."""
     def __init__(self, hidden, dim):
         super().__init__()
         self.linear = nn.Linear(2 * hidden, dim)
@@ -141,7 +145,8 @@ class SpanEncodingLayer(nn.Module):
         return self.linear(torch.cat([H[row, start], H[row, end]], dim=-1))
 
 class MLMHead(nn.Module):
-    """BERT's masked-language-model head, tied to the word embeddings. (L, hidden) -> (L, vocab)."""
+    """BERT's masked-language-model head, tied to the word embeddings (vocab, hidden).
+    h (L, hidden) -> (L, vocab)."""
     def __init__(self, config):
         super().__init__()
         self.dense = nn.Linear(config.hidden, config.hidden)
@@ -164,8 +169,8 @@ def init_weights(module, std):
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Our name of a part, BERT's, and the paper's code's; then parts that BERT lacks; then endings.
-# They are replaced from top to bottom: a name stands above one that it contains.
+# Columns: our name, BERT's, the paper's code's. First the parts that BERT has, then the others, then
+# endings. They are replaced from top to bottom, so a longer name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
@@ -196,9 +201,6 @@ coref.linear               mention_projector
 """.strip().splitlines()]
 GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # BERT's -> torch's
 
-class CheckpointError(Exception):
-    """A published checkpoint that cannot be used: one sentence that says why."""
-
 def beside(path, name):
     """The file of that name in the folder `path`, or in up to two folders above it; else None."""
     path = Path(path).absolute()
@@ -206,8 +208,8 @@ def beside(path, name):
     return found[0] if found else None
 
 def read_weights(path, config):
-    """(config, state): `config` with the sizes of these weights, and {our name: tensor}. Raises
-    whatever goes wrong; tome.read_published makes a sentence of it."""
+    """(config, state): `config` with the sizes of these weights, and {our name: tensor}. May raise
+    any exception; tome.read_published turns it into one sentence."""
     read = read_bert if Path(path).is_dir() else read_flax
     config, tensors = read(Path(path), config)
     state = {}
@@ -227,18 +229,19 @@ def read_weights(path, config):
         state["answer.linear.bias"] += second @ state.pop("coref.linear.bias")
     layers = [name for name in state if ".layers." in name and name.endswith(".up.bias")]
     config.n_initial = sum(name.startswith("initial.") for name in layers)
-    config.n_block = len(layers) - config.n_initial
+    config.n_upper = len(layers) - config.n_initial
     config.vocab_size, config.hidden = state["embeddings.word.weight"].shape
     config.max_positions = len(state["embeddings.position.weight"])
     config.intermediate = len(state["initial.layers.0.up.bias"])
     if "blocks.0.memory_attention.up.weight" in state:
         config.key_dim = len(state["blocks.0.memory_attention.query.linear.bias"])
+        # In the paper's code d_C = d_V.
         config.value_dim = config.coref_dim = state["blocks.0.memory_attention.up.weight"].shape[1]
     return config, state
 
 def read_bert(folder, config):
-    """Of config.json, and of model.safetensors or pytorch_model.bin, of which no code is run
-    (weights_only). Its last n_block layers go above the first memory layer (§4.1: 8 of 12)."""
+    """Reads config.json, and model.safetensors or pytorch_model.bin (weights only: no code in it is
+    run). The last n_upper layers go above the first memory layer (§4.1: 8 of 12)."""
     bert = json.loads((folder / "config.json").read_text())
     if bert.get("model_type", "bert") != "bert":        # RoBERTa's positions begin elsewhere
         raise ValueError(f"it is a {bert['model_type']} model")
@@ -251,17 +254,17 @@ def read_bert(folder, config):
         file = folder / "pytorch_model.bin"
         tensors = torch.load(file, map_location="cpu", weights_only=True)
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
-    places = [f"initial.layers.{i}" for i in range(n_layers - config.n_block)]
+    places = [f"initial.layers.{i}" for i in range(n_layers - config.n_upper)]
     if not places:
-        raise ValueError(f"of {n_layers} layers none is left below the {config.n_block} of n_block")
-    places += [f"blocks.0.transformer.layers.{i}" for i in range(config.n_block)]
+        raise ValueError(f"of {n_layers} layers none is left below the {config.n_upper} of n_upper")
+    places += [f"blocks.0.transformer.layers.{i}" for i in range(config.n_upper)]
     tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
     return config, {re.sub(r"encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])], name):
                     tensor for name, tensor in tensors.items()}
 
 def read_flax(file, config):
-    """Of a BATCH-TOME or TOME in a message pack: maps of maps, whose leaves are [shape, type,
-    bytes]. No other object is made of it. A file `weights/step<N>` is the encoder's map;
+    """Reads a BATCH-TOME or TOME from a message pack: nested maps whose leaves are [shape, type,
+    bytes]; nothing else is decoded. A file `weights/step<N>` is the encoder's map;
     `checkpoint_<N>` has the heads beside it, and an optimizer's state, which is not read."""
     import msgpack                                      # optional: the error says if it is missing
     tree = msgpack.unpackb(file.read_bytes())

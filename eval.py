@@ -30,9 +30,8 @@ import torch
 
 import data
 import train
-from encoder import CheckpointError
 from memory import attention_weights
-from tome import answer_question, claim_logits, predict_entity
+from tome import claim_logits, predict_entity, retrieve_answer
 
 # ---- Figures: a cell holds those of n items ------------------------------------------------------
 
@@ -165,8 +164,8 @@ def show(run, tome, memory, task, item):
     if task == "claims":
         said = data.CLAIM_LABELS[claim_logits(tome, H, batch)[0].argmax()]
     elif task == "qa":
-        answer = answer_question(tome, H, batch, memory)
-        said = corpus.entity_names[predict_entity(answer.scores, answer.entity).entity[0]]
+        answer = retrieve_answer(tome, H, batch, memory, batch.answer_mention)
+        said = corpus.entity_names[predict_entity(answer.scores, answer.entity)[0]]
         found.append(("answer", answer, 0))
     else:
         said = run.tokenizer.decode(tome.mlm_logits(H, batch.target_index).argmax(-1).tolist())
@@ -259,7 +258,7 @@ def main(argv=None):
         for item in items:
             show(run, tome, memory, task, item)
         return 0
-    except (data.UserError, CheckpointError, OSError) as error:
+    except (data.UserError, OSError) as error:
         return data.complain("eval.py", error)
     except KeyboardInterrupt:
         return data.complain("eval.py", "stopped; nothing was changed")

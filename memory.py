@@ -267,10 +267,8 @@ def load_memory(folder, fingerprint=None, device="cpu"):
     if fingerprint not in (None, about["encoder"]):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
-    try:
-        for name in ARRAYS:                                     # np.load unpickles nothing
+    for name in ARRAYS:
+        with data.intact(f"{folder}/{name}-*.npy"):             # np.load unpickles nothing
             first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
             rows[name] = np.concatenate([first[:0], *parts])    # a process may have no shard
-    except ValueError as error:
-        raise data.UserError(f"{folder} is damaged ({name}: {error}); remove it") from error
     return MentionMemory(**rows, device=device)

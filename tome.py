@@ -14,14 +14,14 @@ tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are a
 """
 import hashlib
 import re
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import ann
-from encoder import (CheckpointError, Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock,
+import data
+from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock,
                      init_weights, read_weights)
 from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
@@ -45,7 +45,7 @@ class TOME(nn.Module):
         self.config = config
         self.embeddings = Embeddings(config)
         self.initial = TransformerBlock(config, config.n_initial)
-        self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_a_block)
+        self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z of eq. 10
@@ -171,18 +171,14 @@ def entity_prediction_loss(scores, memory_entity, entity):
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
 
-class Answer(NamedTuple):
-    entity: torch.Tensor            # (M,) argmax_j EntProb(m, j); 0 where nothing was retrieved
-    probability: torch.Tensor       # (M,) its EntProb
-
 def predict_entity(scores, memory_entity):
-    """Eq. 10 and its argmax, the entity with the largest sum of attention weights. scores,
-    memory_entity (M, K) -> Answer."""
+    """Eq. 10 and its argmax, the entity with the largest sum of attention weights; 0 where nothing
+    was retrieved. scores, memory_entity (M, K) -> (M,)."""
     weights = attention_weights(scores)                                         # (M, K)
     entities, which = memory_entity.unique(return_inverse=True)                 # (n,), (M, K)
     sums = weights.new_zeros(len(weights), len(entities)).scatter_add(1, which, weights)
     probability, best = sums.max(dim=-1)                                        # (M,)
-    return Answer(torch.where(probability > 0, entities[best], 0), probability)
+    return torch.where(probability > 0, entities[best], 0)
 
 # ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
@@ -195,24 +191,11 @@ def claim_logits(tome, H, batch):
     total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
     return tome.claim(total / n_mentions[:, None])
 
-def answer_query(tome, H, batch, at):
-    """z (n, d_K) of the mentions numbered `at` (n,)."""
-    return tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
-
-def answer_question(tome, H, batch, memory):
-    """What the [MASK] mention of each question retrieves: Retrieved of (B, K)."""
-    at = batch.answer_mention
-    query = answer_query(tome, H, batch, at)
-    return memory.retrieve(query, batch.passage[at], tome.config.k_answer,
-                           tome.config.k_answer_shard)
-
-def answer_loss(tome, memory, query, batch):
-    """Entity prediction at the masked mentions of the n rows that have an answer. query (n, d_K) ->
-    scalar. A row whose answer is not retrieved does not count (§2.4)."""
-    asked = batch.answer > 0
-    passage, answer = batch.passage[batch.answer_mention[asked]], batch.answer[asked]
-    found = memory.retrieve(query, passage, tome.config.k_answer, tome.config.k_answer_shard)
-    return entity_prediction_loss(found.scores, found.entity, answer)
+def retrieve_answer(tome, H, batch, memory, at):
+    """What the mentions `at` (numbers or a mask; n of them) retrieve with z of eq. 10 as query:
+    Retrieved of (n, K)."""
+    z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
+    return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
 # A mention learns from the memory only if it retrieves something of use (app. B.6). So BATCH-TOME
@@ -287,8 +270,8 @@ def split_into_blocks(state, config):
     for block in range(config.n_blocks):
         for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
             weights[f"blocks.{block}.memory_attention.{name}"] = tensor
-        for i in range(config.layers_a_block):
-            number = min(block * config.layers_a_block + i, config.n_block - 1)
+        for i in range(config.layers_per_block):
+            number = min(block * config.layers_per_block + i, config.n_upper - 1)
             for name, tensor in part_of(state, f"blocks.0.transformer.layers.{number}.").items():
                 weights[f"blocks.{block}.transformer.layers.{i}.{name}"] = tensor
     return weights
@@ -305,8 +288,9 @@ def read_published(path, config):
 
     config: `config` with their sizes, in one block if a BERT; state: a state dictionary of parts of
     BatchTOME; lacks, unused: names of parts that only BatchTOME, or only they, have.
-    Raises CheckpointError."""
-    try:
+    Raises UserError."""
+    with data.intact(path, "cannot be read as a BERT or as weights of the paper's own code",
+                     "give another file"):
         config, found = read_weights(path, config)
         with torch.device("meta"):                              # shapes without numbers
             model = BatchTOME(TOME(config))
@@ -316,10 +300,6 @@ def read_published(path, config):
         # A part may be missing as a whole. Where it is there in part, the KeyError names the rest.
         state = {names[name]: found[name] for name in names if part_name(name) in theirs}
         model.load_state_dict(state, strict=False, assign=True)     # refuses another shape
-    except Exception as error:                          # a stranger's file can be wrong in any way
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CheckpointError(f"{path} cannot be read as a BERT or as weights of the paper's own "
-                              f"code ({reason})") from None
     lacks = [part for part in ours if part not in theirs]
     return config, state, lacks, sorted(theirs - ours.keys())
 

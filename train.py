@@ -47,12 +47,12 @@ from tqdm import tqdm
 
 import ann
 import data
-from data import UserError, checksum, read_json, write_file, write_json
-from encoder import CheckpointError, Config, beside, low_precision
+from data import UserError, checksum, intact, read_json, write_file, write_json
+from encoder import Config, beside, low_precision
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
-from tome import (TOME, BatchTOME, answer_loss, answer_query, answer_question, claim_logits,
-                  coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, part_of,
-                  predict_entity, read_published, share_of_mean, split_into_blocks, start_positions)
+from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
+                  fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
+                  share_of_mean, split_into_blocks, start_positions)
 
 KINDS = ("seen", "unseen", "withheld")      # of entities, by what training names of them
 
@@ -101,7 +101,7 @@ class Settings:
 # Their models are small and their steps few, so rates are ten times the paper's or more. A shard
 # offers all k of its best, so that any number of processes retrieves the same.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-             k_answer_shard=64, n_initial=3, n_block=1, cluster=64, memory_fraction=1.0,
+             k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
@@ -279,8 +279,7 @@ def tome_stage(run, recipe, start=None):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        z = model.answer(H, batch.row, batch.start, batch.end)
-        found = training_memory.retrieve(z, batch.passage, config.k_answer, config.k_answer_shard)
+        found = retrieve_answer(model, H, batch, training_memory, slice(None))
         mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         entity = entity_prediction_loss(found.scores, found.entity, named)
@@ -338,11 +337,13 @@ def finetune_stage(run, recipe, start=None, examples=None):
             result["claims"] = (1.0, share_of_mean(wrong))
         if task == "qa" or clozes:
             asked = batch.answer_mention[batch.answer > 0]
-            z = answer_query(model, H, batch, asked)
-            result["qa"] = (weight, answer_loss(model, training_memory, z, batch))
+            answer = batch.answer[batch.answer > 0]
+            found = retrieve_answer(model, H, batch, training_memory, asked)
+            result["qa"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
         if clozes and layers[-1] is not None:
-            query = layers[-1].query[asked]
-            result["asked"] = (weight, answer_loss(model, training_memory, query, batch))
+            found = training_memory.retrieve(layers[-1].query[asked], batch.passage[asked],
+                                             run.config.k_answer, run.config.k_answer_shard)
+            result["asked"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
         return result
 
     def evaluate():
@@ -468,8 +469,8 @@ def train_stage(run, stage, recipe, checkpoint=None):
                     step % settings.save_every == 0:
                 save()
             if stop:
-                raise Stop(f"Stopped at step {step} of {kind} and saved; the same command goes on "
-                           "from there.")
+                raise KeyboardInterrupt(f"Stopped at step {step} of {kind} and saved; the same "
+                                        "command goes on from there.")
         save()              # the last evaluation decides on the best weights
     ann.barrier()           # nobody reads the checkpoint before it is written
 
@@ -568,7 +569,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     the mention's own entity; "n": mentions}, and {mention: its share of tokens filled in rightly}
     for each kind."""
     tome.eval()
-    E, device, config = len(run.corpus.entity_names), run.device, tome.config
+    E, device = len(run.corpus.entity_names), run.device
     supported = torch.ones(E, dtype=torch.bool, device=device)  # it stands in another passage too
     if isinstance(memory, MentionMemory):
         supported = memory.passages_of(E) > 1
@@ -585,13 +586,12 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         row = batch.target_index // batch.tokens.shape[1]                               # (L,)
         n_tokens = torch.bincount(row, minlength=B)                                     # (B,)
         n_right = torch.bincount(row[right], minlength=B)
-        z = tome.answer(H, batch.row[asked], batch.start[asked], batch.end[asked])
-        answer = memory.retrieve(z, batch.passage[asked], config.k_answer, config.k_answer_shard)
+        answer = retrieve_answer(tome, H, batch, memory, asked)
         stands = torch.zeros(B, E, dtype=torch.bool, device=device)
         stands[batch.row[~asked], batch.entity[~asked]] = True
         scores = answer.scores.masked_fill(stands.gather(1, answer.entity), -torch.inf)  # (B, K)
         entity = batch.entity[asked]
-        named = predict_entity(scores, answer.entity).entity == entity
+        named = predict_entity(scores, answer.entity) == entity
         recalled = (best_entities(scores, answer.entity) == entity[:, None]).any(1)
         masked.append(torch.stack([n_tokens, n_right, named, recalled, mass[asked]], 1).cpu())
         counted = (batch.entity > 0) & ~asked & supported[batch.entity]
@@ -676,8 +676,8 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
         if task == "claims":
             right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
             continue
-        found = answer_question(tome, H, batch, memory)
-        named = predict_entity(found.scores, found.entity).entity.tolist()
+        found = retrieve_answer(tome, H, batch, memory, batch.answer_mention)
+        named = predict_entity(found.scores, found.entity).tolist()
         best = best_entities(found.scores, found.entity).tolist()
         for example, entity, entities in zip(chosen, named, best):
             answers = {corpus.entity_index.get(answer) for answer in example.answers}
@@ -803,8 +803,8 @@ def settings_of(saved):
                   if name not in ("vocab_size", "n_entities")}, "--set ")
     if config.hidden % (2 * config.n_heads):
         raise UserError("--set: hidden is even, and a multiple of n_heads")
-    if config.n_block > 1 and config.n_block % config.n_blocks:
-        raise UserError("--set: n_block is 1 or a multiple of --blocks")
+    if config.n_upper > 1 and config.n_upper % config.n_blocks:
+        raise UserError("--set: n_upper is 1 or a multiple of --blocks")
     if settings.max_length > config.max_positions:
         raise UserError("--set: max_length is at most max_positions")
     for name, value in saved["set"].items():
@@ -862,17 +862,6 @@ def compare(path, made, wanted):
         if was != now:
             raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
                             "again, or choose another --out")
-
-@contextmanager
-def intact(path, remedy="remove it to train this stage again"):
-    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is damaged ({reason:.99}); {remedy}") from None
 
 def needs(there, path, kind, how="missing"):
     """Raises UserError where an artefact that a command needs is not there."""
@@ -966,7 +955,7 @@ def read_run_file(out):
     """OUT/run.json: what the run was started with."""
     path = Path(out) / "run.json"
     needs(path.exists(), path, "tome")
-    with intact(path, "choose another --out"):
+    with intact(path, remedy="choose another --out"):
         saved = read_json(path)
         if saved.keys() != NEW_RUN.keys() or saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved.get('format')}, this version reads {data.FORMAT}")
@@ -1166,13 +1155,6 @@ def lock(folder, out):
 
 # ==== Set apart: the command line =================================================================
 
-class Stop(BaseException):
-    """Ctrl-C or SIGTERM. No Exception: what catches those must not catch it."""
-
-def leave(number, frame):
-    """The handler outside of the loop; inside it, the step at work is ended and saved first."""
-    raise Stop("Stopped; the same command goes on from there.")
-
 @contextmanager
 def signals_to(handler):
     """Ctrl-C and SIGTERM call handler(number, frame)."""
@@ -1299,7 +1281,8 @@ def main(argv=None):
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
     args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
-        with signals_to(leave):
+        # In the loop of train_stage another handler lets the step at work be ended and saved first.
+        with signals_to(signal.default_int_handler):
             fast_matmul()
             if several:
                 cuda = args.device != "cpu" and torch.cuda.is_available()
@@ -1316,10 +1299,10 @@ def main(argv=None):
                 say(f"Done; python eval.py --out {args.out} shows what was learnt.")
                 return 0
             return report(args)
-    except Stop as stop:
-        say(str(stop))
+    except KeyboardInterrupt as stop:
+        say(str(stop) or "Stopped; the same command goes on from there.")
         return 130
-    except (UserError, CheckpointError, OSError) as error:
+    except (UserError, OSError) as error:
         if isinstance(error, OSError):
             error.filename = error.filename or args.out
         return data.complain("train.py", error)

@@ -26,10 +26,10 @@ try:
 except ImportError:
     faiss = None
 
-SMALL = Config(hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_block=2, key_dim=64, value_dim=128,
+SMALL = Config(hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_upper=2, key_dim=64, value_dim=128,
                coref_dim=128, k=32, k_shard=32, k_answer=32, k_answer_shard=32)
 BASE = Config(k=128, k_shard=128, k_answer=128, k_answer_shard=128)
-LARGE = Config(hidden=1024, n_heads=16, intermediate=4096, n_initial=8, n_block=16)
+LARGE = Config(hidden=1024, n_heads=16, intermediate=4096, n_initial=8, n_upper=16)
 
 def row(what, ours="", theirs="", floor=""):
     ratio = f"{theirs / ours:.2f}" if isinstance(theirs, float) else ""

@@ -35,7 +35,7 @@ import memory
 import train
 
 MORE = ("first", "second", "third")         # corpus files to append
-MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 1, "cluster": 8, "log_every": 3,
+MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 1, "cluster": 8, "log_every": 3,
          "save_every": 2, "eval_mentions": 8, "key_dim": 16, "value_dim": 16, "coref_dim": 16, "vocab": 600, "k": 8,
          "k_shard": 8, "k_answer": 8, "k_answer_shard": 8, "max_positions": 96, "max_length": 96, "dropout": 0.1,
          "schedule": {name: train.Schedule(6, 1e-3, 1, 8) for name in ("batch-tome", "tome", "claims", "qa")}}

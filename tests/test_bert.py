@@ -16,7 +16,7 @@ import torch
 
 import data
 import train
-from encoder import CheckpointError, Config, Embeddings, MLMHead, TransformerBlock
+from encoder import Config, Embeddings, MLMHead, TransformerBlock
 from tome import TOME, BatchTOME, coreference_loss, mlm_loss, part_of, read_published
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -149,9 +149,9 @@ def write_corpus(path):
 
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
-    config, state, lacks, _ = read_published(folder, Config(dropout=0.0, n_block=2))
+    config, state, lacks, _ = read_published(folder, Config(dropout=0.0, n_upper=2))
     state = part_of(state, "encoder.tome.")
-    embeddings, block = Embeddings(config), TransformerBlock(config, config.n_initial + config.n_block)
+    embeddings, block = Embeddings(config), TransformerBlock(config, config.n_initial + config.n_upper)
     embeddings.load_state_dict(part_of(state, "embeddings."))
     for i, layer in enumerate(block.layers):
         above = f"blocks.0.transformer.layers.{i - config.n_initial}."
@@ -207,11 +207,11 @@ def test_half_precision_weights_are_read_as_float32(tmp_path):
     assert torch.equal(down, tensors["encoder.layer.0.output.dense.weight"].float())
 
 
-@pytest.mark.parametrize("n_layers, n_block, below", [(12, 8, 4), (6, 1, 5)])
-def test_the_layers_above_the_first_memory_layer_are_the_presets_the_others_lie_below(tmp_path, n_layers, n_block, below):
+@pytest.mark.parametrize("n_layers, n_upper, below", [(12, 8, 4), (6, 1, 5)])
+def test_the_layers_above_the_first_memory_layer_are_the_presets_the_others_lie_below(tmp_path, n_layers, n_upper, below):
     write_bert(tmp_path, random_bert({**DIMS, "num_hidden_layers": n_layers}))
-    config, _, _, _ = read_published(tmp_path, Config(n_block=n_block, n_blocks=2))
-    assert (config.n_initial, config.n_block, config.n_blocks) == (below, n_block, 1)
+    config, _, _, _ = read_published(tmp_path, Config(n_upper=n_upper, n_blocks=2))
+    assert (config.n_initial, config.n_upper, config.n_blocks) == (below, n_upper, 1)
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2])
@@ -219,7 +219,7 @@ def test_the_layers_above_the_first_memory_layer_are_the_presets_the_others_lie_
 def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(tmp_path, capsys, n_blocks):
     tensors = random_bert(mlm=n_blocks == 1)
     folder = write_bert(tmp_path / "bert", tensors)
-    config = Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_block=2)
+    config = Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_upper=2)
     config = replace(read_published(folder, config)[0], n_blocks=n_blocks)
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
@@ -333,7 +333,7 @@ DAMAGES = {
     "another activation": (change(hidden_act="relu"), "relu"),
     "a number of heads that is no number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
-                       "of 2 layers none is left below the 2 of n_block"),
+                       "of 2 layers none is left below the 2 of n_upper"),
     "a wrong shape": (other_tensors(lambda w: w.update({"pooler.dense.bias": 0, "encoder.layer.0.output.dense.bias":
                                                         torch.zeros(3)})), "cannot be read as a BERT"),
     "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
@@ -359,8 +359,8 @@ DAMAGES = {
 @pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
 def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, damage, message):
     damage(write_bert(tmp_path / "bert"))
-    with pytest.raises(CheckpointError, match=message) as error:
-        read_published(tmp_path / "bert", Config(n_block=2))
+    with pytest.raises(data.UserError, match=message) as error:
+        read_published(tmp_path / "bert", Config(n_upper=2))
     assert "\n" not in str(error.value) and str(tmp_path / "bert") in str(error.value)
     assert not (tmp_path / "bert" / "harm").exists()
 
@@ -373,11 +373,11 @@ def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
     for length in [0, 1, 7, 8, 9, 8 + header // 2, 7 + header, 8 + header, 9 + header,
                    (8 + header + len(whole)) // 2, len(whole) - 1]:
         file.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="cannot be read as a BERT") as error:
-            read_published(tmp_path, Config(n_block=2))
+        with pytest.raises(data.UserError, match="cannot be read as a BERT") as error:
+            read_published(tmp_path, Config(n_upper=2))
         assert "\n" not in str(error.value), length
     file.write_bytes(whole)
-    read_published(tmp_path, Config(n_block=2))
+    read_published(tmp_path, Config(n_upper=2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
     run = train.load_run(out, train.read_run_file(out))
     train.load_model(run, "batch-tome")
-    assert (run.config.n_initial, run.config.n_block, run.config.n_blocks) == (2, 1, blocks)
+    assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (2, 1, blocks)
 
 
 def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, capsys):

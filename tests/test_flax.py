@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import train
-from encoder import CheckpointError, Config
+import data
+from encoder import Config
 from memory import BatchMemory, attention_weights
 from test_golden import batch_of, memory_of
 from tome import TOME, BatchTOME, read_published
@@ -129,11 +130,11 @@ def exported(state, config):
         arrays["final_query_projector/bias"] = np.zeros(config.key_dim, np.float32)
     return arrays
 
-def random_batch_tome(n_block=2):
+def random_batch_tome(n_upper=2):
     """(config, state of BatchTOME) of the small size, but for what the encoder's tree lacks."""
     torch.manual_seed(0)
     config = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, max_positions=24, k=8,
-                    n_initial=2, n_block=n_block, key_dim=8, value_dim=16, coref_dim=16,
+                    n_initial=2, n_upper=n_upper, key_dim=8, value_dim=16, coref_dim=16,
                     dropout=0.0, init_std=0.2)
     state = BatchTOME(TOME(config)).state_dict()
     return config, {name: tensor for name, tensor in state.items()
@@ -195,7 +196,7 @@ class AnyPassage(BatchMemory):
 def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(file, monkeypatch):
     z = arrays_of("batch_tome")
     model, config, unused, missing = model_of(file, z)
-    assert not unused and (config.n_blocks, config.n_initial, config.n_block) == (1, 2, 2)
+    assert not unused and (config.n_blocks, config.n_initial, config.n_upper) == (1, 2, 2)
     assert {name.split(".")[2] for name in missing} == {"claim", "answer"}
     batch, targets = batch_of(z), z["in/mention_target_weights"] > 0
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
@@ -227,7 +228,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     model, config, unused, missing = model_of(f"{name}/weights/step3", z)
     left_over = ["memory_attention_layer", "memory_extraction_layer"] if blocks == 2 else []
     assert unused == left_over and not any("answer" in name for name in missing)
-    assert (config.n_blocks, config.n_initial, config.n_block) == (blocks, 2, 2 * blocks)
+    assert (config.n_blocks, config.n_initial, config.n_upper) == (blocks, 2, 2 * blocks)
     tome, batch, memory = model.tome, batch_of(z), memory_of(z)
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
     targets = z["in/mention_target_weights"] > 0
@@ -328,7 +329,7 @@ DAMAGES = {
 def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(content, tmp_path):
     path = tmp_path / "step1"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(data.UserError) as error:
         read_published(path, Config())
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     assert len(str(error.value)) < 300 + len(str(path))
@@ -337,7 +338,7 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
     whole, path = changed(), tmp_path / "step1"
     for length in [*range(0, 60), *np.linspace(60, len(whole) - 1, 40).astype(int)]:
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError):
+        with pytest.raises(data.UserError):
             read_published(path, Config())
     path.write_bytes(whole)
     read_published(path, Config())
@@ -350,13 +351,13 @@ def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refuse
         path.write_bytes(damaged)
         try:
             read_published(path, Config())
-        except CheckpointError as error:
+        except data.UserError as error:
             assert "\n" not in str(error)
 
 def test_without_msgpack_one_sentence_names_it(tmp_path, monkeypatch):
     (tmp_path / "step1").write_bytes(changed())
     monkeypatch.setitem(sys.modules, "msgpack", None)
-    with pytest.raises(CheckpointError, match="msgpack"):
+    with pytest.raises(data.UserError, match="msgpack"):
         read_published(tmp_path / "step1", Config())
 
 
@@ -377,10 +378,10 @@ def write_questions(path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
-def write_init(folder, n_block=2):
+def write_init(folder, n_upper=2):
     """A BATCH-TOME's file beside its vocab.txt."""
     folder.mkdir()
-    config, state = random_batch_tome(n_block)
+    config, state = random_batch_tome(n_upper)
     (folder / "btome").write_bytes(pack(exported(state, config)))
     (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
     return str(folder / "btome"), state
@@ -395,7 +396,7 @@ def run(*words):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(tmp_path, blocks,
                                                                                 capsys):
-    init, state = write_init(tmp_path / "init", n_block=4)
+    init, state = write_init(tmp_path / "init", n_upper=4)
     config, tome = random_tome(blocks)
     left_over = {"memory_extraction_layer/key_projector/bias": np.zeros(8, np.float32)}
     (tmp_path / "tome").write_bytes(pack(exported(tome, config) | left_over))
@@ -431,7 +432,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     assert "taken as trained" not in capsys.readouterr().out    # all is there already
 
 def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path):
-    init, _ = write_init(tmp_path / "init", n_block=4)
+    init, _ = write_init(tmp_path / "init", n_upper=4)
     config, tome = random_tome(1)
     (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
     out, corpus = str(tmp_path / "run"), write_corpus(tmp_path / "corpus.jsonl")
@@ -470,7 +471,7 @@ def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, w
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
                                             ("a TOME-2", "no TOME of these dimensions")])
 def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
-    init, _ = write_init(tmp_path / "init", n_block=4)
+    init, _ = write_init(tmp_path / "init", n_upper=4)
     config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
     (tmp_path / "start").write_bytes(pack(exported(state, config)))
     words = ["--stage", "tome", "--preset", "mini", "--init", init, "--corpus",

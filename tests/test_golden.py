@@ -24,7 +24,7 @@ from tome import (TOME, BatchTOME, attention_weights, coreference_loss, entity_p
 
 FOLDER = Path(__file__).parent / "golden"
 OUR_HEADS = {"answer", "claim"}
-CONFIG = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, n_initial=2, n_block=2, n_blocks=1,
+CONFIG = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, n_initial=2, n_upper=2, n_blocks=1,
                 max_positions=24, dropout=0.0, key_dim=8, value_dim=16, coref_dim=16, k=8, k_shard=8, k_answer=16)
 LARGEST = defaultdict(lambda: {"forward": 0.0, "gradient": 0.0})        # what is compared -> largest difference
 
@@ -134,7 +134,7 @@ def tome_state(z, blocks, path="param/"):
 
 def new_tome(blocks):
     """A TOME of the golden size. Its two-block reference has an uneven one: 1 layer, then 2."""
-    tome = TOME(Config(**{**CONFIG.__dict__, "n_block": 2 * blocks, "n_blocks": blocks}))
+    tome = TOME(Config(**{**CONFIG.__dict__, "n_upper": 2 * blocks, "n_blocks": blocks}))
     if blocks == 2:
         del tome.blocks[0].transformer.layers[1]
     return tome
@@ -436,7 +436,7 @@ def test_entity_prediction_loss_is_theirs_but_for_mentions_with_nothing_retrieve
 def test_the_answer_is_the_entity_of_the_largest_sum_not_of_the_largest_single_memory():
     z = golden("entity_prediction")
     linked = z["in/weights"] > 0
-    answer = predict_entity(z["in/logits"], z["in/classes"].long()).entity
+    answer = predict_entity(z["in/logits"], z["in/classes"].long())
     assert torch.equal(answer[linked], z["out/predictions_sum"][linked].long())
     assert not torch.equal(answer[linked], z["out/predictions_max"][linked].long())
 

@@ -16,7 +16,7 @@ from memory import ARRAYS, build_memory, encode_passages, load_memory, read_mani
 from tome import TOME, BatchTOME
 
 CPU = torch.device("cpu")
-TINY = Config(vocab_size=500, hidden=8, n_heads=2, intermediate=12, n_initial=1, n_block=1,
+TINY = Config(vocab_size=500, hidden=8, n_heads=2, intermediate=12, n_initial=1, n_upper=1,
               max_positions=128, dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=8, k_shard=8)
 
 def new_encoder(seed=0):

@@ -13,7 +13,7 @@ from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
                   predict_entity, split_into_blocks, start_positions)
 
-TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_block=2, n_blocks=2, max_positions=12,
+TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_upper=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
 
 
@@ -50,10 +50,10 @@ def attention_by_hand(H, layer, keys, values, passages, k):
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
 
 
-@pytest.mark.parametrize("n_block, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
-def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_block, sources):
-    one = TOME(replace(TINY, n_block=n_block, n_blocks=1))
-    two = TOME(replace(TINY, n_block=n_block))
+@pytest.mark.parametrize("n_upper, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
+def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_upper, sources):
+    one = TOME(replace(TINY, n_upper=n_upper, n_blocks=1))
+    two = TOME(replace(TINY, n_upper=n_upper))
     two.load_state_dict(split_into_blocks(one.state_dict(), two.config))
     layers, memory = one.blocks[0].transformer.layers, one.blocks[0].memory_attention
     for block, numbers in zip(two.blocks, sources, strict=True):
@@ -279,14 +279,14 @@ def test_the_answer_is_the_entity_with_the_largest_sum_of_weights_eq_10():
     scores, entity = torch.randn(50, 9, generator=g) * 2, torch.randint(1, 5, (50, 9), generator=g)
     scores[3] = -torch.inf
     answer = predict_entity(scores, entity)
-    assert answer.entity[3] == 0 and answer.probability[3] == 0
+    assert answer[3] == 0
     for m in set(range(50)) - {3}:
         e = [math.exp(s) for s in scores[m].tolist()]
         sums = {}
         for x, j in zip(e, entity[m].tolist()):
             sums[j] = sums.get(j, 0) + x / sum(e)
         best = max(sums, key=sums.get)
-        assert answer.entity[m] == best and answer.probability[m].item() == pytest.approx(sums[best], abs=1e-5)
+        assert answer[m] == best
 
 
 def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_and_zero_without_any():

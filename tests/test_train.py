@@ -16,7 +16,7 @@ import memory as memory_file
 import train
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_block": 1, "cluster": 16, "log_every": 4,
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 1, "cluster": 16, "log_every": 4,
         "save_every": 2, "eval_mentions": 20,
         "schedule": {name: train.Schedule(4, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
 
@@ -277,7 +277,7 @@ def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_p
     monkeypatch.setattr(data, "COUNTS", data.COUNTS | small)
 
     def interrupted(*args, **kwargs):
-        raise train.Stop("Stopped")
+        raise KeyboardInterrupt
     monkeypatch.setattr(data.Corpus, "build", interrupted)
     assert run("--stage", "batch-tome", "--out", out, "--seed", 0) == 130
     monkeypatch.setattr(data.Corpus, "build", real)
@@ -526,7 +526,7 @@ def test_text_is_appended_to_a_trained_run_only(tiny, small_world, tmp_path, cap
 
 @pytest.mark.slow
 def test_the_report_is_a_command_that_train_runs(small_world, tmp_path):
-    sizes = "intermediate=96 n_initial=1 n_block=1 cluster=16 eval_mentions=20 log_every=4"
+    sizes = "intermediate=96 n_initial=1 n_upper=1 cluster=16 eval_mentions=20 log_every=4"
     settings = [part for size in sizes.split() for part in ("--set", size)]
     command = [sys.executable, str(ROOT / "train.py"), "--corpus", str(small_world), "--out", str(tmp_path / "run"), "--steps", "4"]
     for stage in ("batch-tome", "tome"):
