@@ -1,6 +1,6 @@
 """Search in the mention memory (§2.2.2, app. C): the k keys of largest dot product with a query.
 
-    queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (this is TopMem(Query(m)), eq. 7)
+    queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (TopMem(Query(m)), eq. 7)
     plain_topk       the definition, in ten lines; it holds all Q x N scores
     exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
     BucketedIndex    keys in k-means buckets; a query searches its n_search best ones (app. C.1.2)
@@ -61,9 +61,9 @@ def largest(passage):
 
 def high_scores(scores, bar, n):
     """The finite scores (Q, W) above their query's bar (Q,): (query, column, score), each (F,), and
-    the bar. To read every score once more is affordable, to sort them is not: so only the maximum of
-    each block is compared with the bar. bar None: one is chosen that at least n scores of each query
-    exceed, just below its n-th largest block maximum."""
+    the bar. To read every score once more is affordable, to sort them is not: so only the maximum
+    of each block is compared with the bar. bar None: one is chosen that at least n scores of each
+    query exceed, just below its n-th largest block maximum."""
     # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
@@ -89,7 +89,7 @@ def keep_best(best, candidates, query_passage, key_passage):
         own = query_passage[query]
         allowed = (key_passage[id] != own) | (own < 0)
         query, id, score = query[allowed], id[allowed], score[allowed]
-    order = (query * 2 ** 40 + id).argsort()                                 # by query, then by id (< 2^40)
+    order = (query * 2 ** 40 + id).argsort()                     # by query, then by id (< 2^40)
     query, id, score = query[order], id[order], score[order]
     count = torch.bincount(query, minlength=len(best[0]))
     k, most = best[0].shape[1], int(count.max())
@@ -155,7 +155,7 @@ def assign(points, centroids):
 
 @torch.no_grad()
 def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
-    """Lloyd's k-means: centroids (C, d), each point's nearest one (N,) (int64). No cluster is empty.
+    """Lloyd's k-means: centroids (C, d), each point's nearest one (N,). No cluster is empty.
     points (N, d), C = min(n_clusters, N). Starts at init (C, d), or at points chosen by seed."""
     if init is None:
         generator = torch.Generator().manual_seed(seed)
@@ -199,7 +199,7 @@ class BucketedIndex:
         if Q == 0 or k == 0 or n_search == 0:
             return best
         bucket = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A query's row of scores: of all keys in its first bucket, then in its second, … The row is
+        # A row of scores per query: the keys of its first bucket, then of its second, … The row is
         # as wide as the longest: at most N, and -inf where there is no key.
         count = self.count[bucket].view(Q, n_search)
         width = int(count.sum(1).max())
@@ -210,10 +210,10 @@ class BucketedIndex:
         pair = bucket.argsort(stable=True)
         n_asking = torch.bincount(bucket, minlength=len(self.keys)).tolist()
         asking = queries[pair // n_search].float().split(n_asking)
-        for keys, asking, place in zip(self.keys, asking, begin[pair, None].split(n_asking)):
-            if len(asking):
-                place = place + torch.arange(keys.shape[1], device=device)       # (asking, count)
-                scores[place] = asking @ keys.float()
+        for keys, askers, place in zip(self.keys, asking, begin[pair, None].split(n_asking)):
+            if len(askers):
+                place = place + torch.arange(keys.shape[1], device=device)       # (askers, count)
+                scores[place] = askers @ keys.float()
         (query, column, score), _ = high_scores(scores.view(Q, width), None, k + self.largest)
         place = query * width + column
         pair = torch.searchsorted(begin, place, right=True) - 1
@@ -222,7 +222,7 @@ class BucketedIndex:
 
 # ---- several processes
 
-bytes_sent = Counter()      # what for -> to other processes, but for gradients of gathered rows
+bytes_sent = Counter()      # purpose -> bytes to other processes (without gather's backward pass)
 
 def rank_and_size():
     """(which process this is, how many there are): (0, 1) without torch.distributed."""
@@ -250,7 +250,7 @@ def sum_gradients(parameters):
         torch.nn.utils.vector_to_parameters(flat, grads)
 
 def gather_counts(n, device):
-    """Everybody's n, a number or a tensor of numbers: a list, or a list of lists."""
+    """n of every process, a number or a tensor of numbers, as a list."""
     n = torch.as_tensor(n, device=device)
     everybody = all_gather(n) if rank_and_size()[1] > 1 else [n]
     return [n.tolist() for n in everybody]
@@ -266,15 +266,15 @@ def gather(x):
     parts = all_gather(padded)
     return torch.cat([part[:n] for part, n in zip(parts, counts)])
 
-def exchange(what, x, counts, back):
-    """Sends the first counts[0] rows of x to process 0, the next counts[1] to process 1, …; returns
-    the rows received in the order of their senders: back[0] of process 0, …"""
+def exchange(what, x, send, receive):
+    """Sends the first send[0] rows of x to process 0, the next send[1] to process 1, …; returns the
+    rows received in the order of their senders: receive[0] of process 0, …"""
     rank, size = rank_and_size()
     if size == 1:
         return x
-    received = x.new_empty(sum(back), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), back, counts)
-    bytes_sent[what] += x[:1].nbytes * (len(x) - counts[rank])
+    received = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receive, send)
+    bytes_sent[what] += x[:1].nbytes * (len(x) - send[rank])
     return received
 
 @torch.no_grad()
@@ -282,8 +282,9 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     """The k best for this process's queries of the k_shard best in every shard (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);
-    ids go on from shard to shard. Exact if k_shard = k; with less, what a shard has beyond its
-    k_shard best is lost. "Without a second top-k" (app. C.1.4) is k = k_shard × processes."""
+    ids number the rows of all shards one after the other. Exact if k_shard = k; with less, what a
+    shard has beyond its k_shard best is lost. "Without a second top-k" (app. C.1.4) is k = k_shard
+    × processes."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     if query_passage is None:
         query_passage = torch.full((Q,), -1, device=device)
@@ -293,15 +294,15 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     if size > 1:
         counts = gather_counts(Q, device)
         ids[ids >= 0] += sum(gather_counts(n_local, device)[:rank])
-        found = (exchange("candidates", x, counts, (Q,) * size) for x in (scores, ids))
+        found = (exchange("candidates", x, counts, [Q] * size) for x in (scores, ids))
         scores, ids = (x.view(size, Q, k_shard).transpose(0, 1).flatten(1) for x in found)
     return best_of(scores, ids, k)
 
 @torch.no_grad()
 def fetch(ids, tables):
     """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
-    tables: this process's shards, all of one length. A process asks once
-    for a row that it needs, however often it needs it, and nothing else travels."""
+    tables: this process's shards, all of one length. A row is requested once, however often it is
+    needed, and nothing else travels."""
     (rank, size), device = rank_and_size(), ids.device
     start = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
     wanted, inverse = ids[ids >= 0].unique(return_inverse=True)            # sorted, so by process

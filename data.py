@@ -44,26 +44,15 @@ from tqdm import tqdm
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[E_start]", "[E_end]"]
 PAD, UNK, CLS, SEP, MASK, E_START, E_END = SPECIAL
 CLAIM_LABELS = ("REFUTES", "SUPPORTS", "NOT ENOUGH INFO")      # the last one in FEVER only
-TEXT_PRESETS = {        # what each preset of train.py makes of a text; base has the paper's numbers
+TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py check` needs them too
     "toy": {"passage_length": 64, "max_length": 128, "vocab": 2000},
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 7              # of the folders of a run (commit_folder)
+FORMAT = 7              # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
-
-@contextmanager
-def intact(path, what="is damaged", remedy="remove it to train this stage again"):
-    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:              # a stranger's file can be wrong in any way
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 
 # ---------------------------------------------------------------- mentions, markers, passages
 
@@ -85,11 +74,13 @@ class Passage(NamedTuple):
     index: np.ndarray       # (m,) which of the text's mentions, or of the corpus's
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
-    """Cuts a text into Passages of at most passage_length tokens (T) and max_length positions.
+    """Cuts a text into Passages of at most passage_length tokens (the paper's T) and max_length
+    positions (with markers, [CLS] and [SEP]).
 
     A passage ends as late as these two allow, and never inside a mention. A mention covers every
-    token that it touches. Mentions that share a token: the one that starts first stays, of those
-    that start together the longest, so that a mention is masked without telling half of another.
+    token that it touches. Mentions never overlap: of two that share a token, the one that starts
+    first is kept, of two that start together the longer one. Else masking one would show half of
+    the other.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons for which mentions were left out, added to."""
@@ -102,7 +93,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         length = stop[i] - first[i]
         if length <= 0:
             dropped["without a token"] += 1
-        elif length > passage_length or length + 4 > max_length:
+        elif length > passage_length or length + 4 > max_length:    # [CLS], [SEP], two markers
             dropped["longer than a passage"] += 1
         elif first[i] < taken:
             dropped["overlaps another mention"] += 1
@@ -116,7 +107,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     ids, markers = np.array(encoding.ids, np.int32), [special[E_START], special[E_END]]
     ids = np.insert(ids, np.stack([first, stop], 1).ravel(), markers * len(kept))
     start, end = first + before, stop + before + 1
-    # Cut it at edges: tokens before which every mention that is opened is also closed.
+    # Cut it at edges: tokens before which as many mentions are closed as opened.
     token = np.arange(len(encoding.ids) + 1)
     opened, closed = np.searchsorted(first, token), np.searchsorted(stop, token, "right")
     edges = np.flatnonzero(opened == closed)
@@ -135,7 +126,8 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches and masking
 
-# the fields of a Batch that have an entry a row, and those with an entry a mention
+# `corpus` below is a Corpus (second half): flat arrays of all passages and their mentions.
+# The fields of a Batch with one entry per row, and those with one per mention:
 ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention")
 
@@ -149,7 +141,7 @@ class Batch:
     start: torch.Tensor             # (M,)
     end: torch.Tensor               # (M,)
     entity: torch.Tensor            # (M,) 0 = not linked
-    passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example)
+    passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example); see by_article
     mention: torch.Tensor           # (M,) number in the corpus, or in its example; -1 = [MASK]
     target_index: torch.Tensor      # (L,) tokens to predict as indices into tokens.view(-1)
     target: torch.Tensor            # (L,) their original ids
@@ -214,17 +206,15 @@ def with_targets(batch, chosen, read) -> Batch:
     return replace(batch, tokens=torch.from_numpy(read), target_index=index,
                    target=batch.unmasked.flatten()[index])
 
-def make_batch(corpus, passages, rng=None, mention_rate=.2, token_rate=.1,
+def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
                max_mentions=24, is_withheld=None) -> Batch:
-    """Passages as a masked batch (app. A): 20% of whole mentions, 10% of the tokens in none.
+    """Passages as a masked batch (app. A): 20% of the mentions, each as a whole, and 10% of the
+    tokens outside of mentions.
 
-    rng: a numpy Generator; None: nothing is masked, and no mention left out. max_mentions: how many
-    there may be a passage on average; with more, the batch keeps a uniform sample (None: all). The
-    others keep their markers, and are not masked. is_withheld (E,): entities whose mentions are
-    never masked."""
+    rng: a numpy Generator. max_mentions: per passage on average; of more, a uniform sample stays in
+    the batch (None: all stay). Mentions left out keep their markers in the text, but are neither
+    masked nor used. is_withheld (E,): entities whose mentions are never masked."""
     batch = corpus_batch(corpus, passages)
-    if rng is None:
-        return batch
     tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
     kept = np.arange(len(batch.row))
     if max_mentions is not None and len(kept) > max_mentions * len(tokens):
@@ -254,8 +244,8 @@ def eval_batch(corpus, mentions) -> Batch:
 def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 
-    Linked, the entity stands once in the passage, is not the article's title (which most of its
-    passages name), and is linked in another passage, held out or not."""
+    These are linked; their entity stands only once in the passage, is not the article's title
+    (most of its passages name that), and is linked in another passage too, held out or not."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)
@@ -270,14 +260,16 @@ def eval_mentions(corpus) -> np.ndarray:
 def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
     """Clusters of `size` of these passages from related articles: arrays of passage numbers.
 
-    A cluster starts from the article with most unused passages. Then the article joins whose set
-    of entities has the largest Jaccard similarity to the cluster's, until it is full; what does
+    A cluster starts from the article with most unused passages. Then, until it is full, the article
+    is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
     not fit stays unused. Ties are broken by seed. Entities of more than max_articles articles are
     left out of the sets: they would make every article a candidate of every other."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
-    article = np.random.default_rng(seed).permutation(len(numbers))[article]    # ties: the smallest
-    unused, entities, articles = [[] for _ in numbers], [set() for _ in numbers], defaultdict(list)
+    # Articles are numbered in random order, since argmax takes the first of equals.
+    article = np.random.default_rng(seed).permutation(len(numbers))[article]
+    unused, entities = [[] for _ in numbers], [set() for _ in numbers]          # of each article
+    articles = defaultdict(list)                                                # of each entity
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
         entities[a].update(corpus.passage_entities(p).tolist())
@@ -286,6 +278,7 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
         entities[a] = {e for e in found if e and n_articles[e] <= max_articles}     # 0: not linked
         for entity in entities[a]:
             articles[entity].append(a)
+    # 0: of no article, so that there is always something to concatenate below
     articles = {entity: np.array(articles[entity], np.int64) for entity in [0, *articles]}
     n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
@@ -315,7 +308,7 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
 class Example(NamedTuple):
     text: str
     mentions: list | None       # None: to be found (mention_finder)
-    label: int | None           # claims: index into CLAIM_LABELS; None: not known (test files)
+    label: int | None           # claims: index into CLAIM_LABELS; None: a cloze, or not known
     answers: list               # questions: entity names, any of which is right; []: none is one
     info: dict                  # the other fields: subject, bridge, relations, …
 
@@ -406,9 +399,9 @@ def count_cut_mentions(examples, task, tokenizer, max_length) -> int:
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
-    task: "claims", "qa" or None. entity_index: name -> number. Among claims there may be clozes:
-    no label, but the entity of a mention as answer. Its mentions are hidden behind [MASK], and the
-    first one is asked. What is behind max_length positions is cut off (count_cut_mentions)."""
+    task: "claims", "qa" or None. entity_index: name -> number. A cloze among the claims has no
+    label, but an entity as answer: all mentions of that entity are replaced by [MASK], and the
+    first of them is asked for. What is behind max_length positions is cut off."""
     passages = example_passages(examples, task, tokenizer, max_length)
     special = special_ids(tokenizer)
     batch = collate(list(passages), special[PAD])
@@ -434,7 +427,8 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # ---------------------------------------------------------------- the toy world
 
 def _entries(table):
-    """(words of its head, parts) of each "head: part | part …"; its next lines are indented."""
+    """Parses entries "head: part | part …", continued on indented lines, into (words of the head,
+    parts)."""
     for entry in re.split(r"\n(?! )", table.strip()):
         head, _, parts = entry.partition(":")
         yield head.split(), [" ".join(part.split()) for part in parts.split("|")]
@@ -529,9 +523,9 @@ def _line(key, text, entity_of, **others):
 def toy_world(seed=0):
     """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
 
-    It is two worlds that share name words but no entity: one is seen in training, the other (20%)
-    is held out whole. Examples are split by fact, (subject, relation), alike for all tasks; both
-    facts of a two-hop example are in its split."""
+    It is two worlds with common name words but no common entity: one is trained on, the other, a
+    fifth as large, never is. Facts (subject, relation) are divided into splits once, for all tasks;
+    a two-hop example uses two facts of one split."""
     rng = np.random.default_rng(seed)
     seen, unseen = {}, {}                                   # kind -> names
     for kind, (firsts, lasts) in NAMES.items():
@@ -564,19 +558,19 @@ def _toy_facts(rng, names) -> dict:
     return facts
 
 def _toy_passages(rng, facts, split) -> list:
-    """Five passages a subject, each with all of its facts, every time in another phrase: a masked
-    mention can be told from the other passages and from nowhere else. 5% of the passages of the
-    seen world are held out.
+    """Five passages per subject. Each states all of its facts, each time in another phrase, so a
+    masked mention can be known from the other four passages only. 5% of the passages of the seen
+    world are held out.
 
     In half of the seen world's training passages one fact is not stated: in place of "X was
     directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
-    as links stand in Wikipedia. From these a model learns whom a description means, which two hops
-    begin with. The examples do not link it."""
+    as links stand in Wikipedia. From these a model learns whom a description means: the first of
+    two hops. The examples do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
         entity_of = {name: name for name in (subject, *objects.values())}
-        held_out = rng.integers(20)         # below 5, a passage of its own, for one subject in four
+        held_out = rng.integers(20)         # 0 to 4: this passage is; else none
         order = {r: rng.permutation(5) for r in objects}
         left_out = Counter()
         for i in range(5):
@@ -600,9 +594,9 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
     """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
     director born?", where the director is the bridge.
 
-    A wrong object is that of another fact of this relation and split, so as frequent as right
-    ones, and each fact is claimed rightly and wrongly: only the memory tells them apart. In
-    training so in every phrase: that is harder to learn by heart."""
+    A wrong claim takes the object of another fact of this relation and split. So wrong objects are
+    as frequent as right ones, and every fact appears both true and false: only the memory can
+    decide. Training claims use every phrase, which makes them harder to memorise."""
     asked = [{"subject": subject, "relations": [first], "object": obj}
              for (subject, first), obj in facts.items()]
     if hops == 2:
@@ -631,6 +625,17 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
     return {"qa": qa, "claims": claims if is_train else claims[:limit]}
 
 # ==== Set apart: files ============================================================================
+
+@contextmanager
+def intact(path, what="is damaged", remedy="remove it to train this stage again"):
+    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:              # a stranger's file can be wrong in any way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 
 # ---------------------------------------------------------------- JSON lines
 

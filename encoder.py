@@ -1,4 +1,4 @@
-"""BERT, and the layer that turns a mention into a vector (paper §2.1.1, §4.1; Devlin et al. 2019).
+"""BERT, and the layer that turns a mention into a vector (§2.1.1, §4.1; Devlin et al. 2019).
 
     tokens (B, T) -> Embeddings -> (B, T, hidden) -> TransformerBlock -> H (B, T, hidden)
     SpanEncodingLayer(H, row, start, end) = W [H_start; H_end]                    (M, dim)     eq. 1
@@ -6,8 +6,8 @@
 
 B passages, padded to T, the length of the longest; L masked tokens. The M mentions of the whole
 batch are flat arrays (row, start, end), each (M,), so no padding mention is computed. BERT is
-post-LN: each sublayer is LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end; d_K = key_dim,
-d_V = value_dim, d_C = coref_dim.
+post-LN: each sublayer is LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end;
+d_K = key_dim, d_V = value_dim, d_C = coref_dim.
 """
 import json
 import re
@@ -169,8 +169,8 @@ def init_weights(module, std):
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Columns: our name, BERT's, the paper's code's. First the parts that BERT has, then the others, then
-# endings. They are replaced from top to bottom, so a longer name stands above one that it contains.
+# Columns: our name, BERT's, the paper's code's. First the parts that BERT has, then the others,
+# then endings. They are replaced from top to bottom: a name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids

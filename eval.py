@@ -5,17 +5,18 @@
     python eval.py --ask "Who taught Walter Lorenz?"        an answer and its sources
     python eval.py --show 5                       what held-out mentions retrieve
 
-An accuracy alone says little about a memory. Beside "memory", that with it, stand its controls:
+An accuracy alone says little about a memory. Beside the one with it, "memory", stand controls:
 
     emptied          without any row of the memory
     shuffled         each value is another mention's; what is retrieved stays the same
     fact_removed     without the article of the subject, which states the fact
-    bridge_removed   without the article between two facts: Rome, in "the mayor of X's birthplace"
+    bridge_removed   without the article of the entity between two facts: in "the mayor of X's
+                     birthplace" that of the birthplace
     without_memory   the memory layers are off; the answer to a question is still retrieved
     majority         the most frequent label or answer, always given
 
-An entity is "seen" if a training passage links it; an "unseen" one came with the memory; one that
-is "withheld" (--set withheld=0.25) stands in training passages, but no loss of pre-training named
+An entity is "seen" if a training passage links it; an "unseen" one came with the memory; a
+"withheld" one (--set withheld=0.25) stands in training passages, but no loss of pre-training named
 it. "gain" is "memory" minus "emptied", the mean over mentions. Intervals are of 95%.
 This program only reads: it neither trains nor builds.
 """
@@ -42,16 +43,19 @@ def masked_mention_figures(run, tome, memory, n=1000):
     masked, mass, corpus = {}, {}, run.corpus
     measured, pairs = train.evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
     for kind, cell in measured.items():
-        n = cell.pop("n")
-        if n == 0:
+        n_mentions = cell.pop("n")
+        if n_mentions == 0:
             cell = dict.fromkeys(cell)
         elif pairs:
-            queries = [(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
-                        [corpus.passage_of(m)]) for m in pairs[kind]]
+            queries = []                # tokens, right entities, own passages: see bm25_ranks
+            for m in pairs[kind]:
+                tokens = data.eval_batch(corpus, [m]).tokens[0].tolist()
+                queries.append((tokens, [corpus.mention_entity[m]], [corpus.passage_of(m)]))
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
             cell |= {"bm25_entity": np.mean(ranks <= 1), "bm25_entity@20": np.mean(ranks <= 20)}
-        mass[kind] = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")} | {"n": n}
-        masked[kind] = {"memory": cell.pop("accuracy"), **cell, "n": n}
+        mass[kind] = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
+        mass[kind]["n"] = n_mentions
+        masked[kind] = {"memory": cell.pop("accuracy"), **cell, "n": n_mentions}
     return {"masked_mention": masked, "same_entity_mass": mass}, pairs
 
 def task_figures(run, tome, memory, task, path=None):
@@ -72,7 +76,8 @@ def task_figures(run, tome, memory, task, path=None):
 
 def figures_of(run, tome, memory, task, examples):
     """The cell of these examples, with what controls they allow and each figure's interval.
-    "answer_is_entity": the share of questions that can be right, as the corpus has an answer."""
+    "answer_is_entity": the share of questions with an answer among the corpus's entities: only
+    these can be answered."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.task_accuracy, run, tome, task, examples)
@@ -107,10 +112,10 @@ def wilson(share, n, z=1.96):
     return [max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
 
 def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
-    """Robertson's BM25 over these passages of the corpus. Each of the k best ones for a query votes
-    with its score for the entities that it links: (n,) the ranks of the right entities in these
-    votes, infinite where they have none. A query: its tokens; the right entities; the passages that
-    it was taken from, which do not vote, and whose other entities get no votes.
+    """Robertson's BM25 over these passages of the corpus. Each of a query's k best passages adds
+    its score to the votes of every entity that it links. Returns (n,): the rank of the right entities
+    in these votes, infinite where they have none. A query: its tokens, the right entities, and its
+    own passages; these do not vote, and their other entities are no rivals.
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
@@ -159,8 +164,10 @@ def show(run, tome, memory, task, item):
         words = {item: data.MASK}                       # of the mentions to be shown
     batch = batch.to(run.device)
     H, layers = tome.eval()(batch.tokens, batch.attention_mask, batch, memory)
-    found = [(f"{words[i]}, layer {n}", layer, m) for m, i in enumerate(batch.mention.tolist())
-             for n, layer in enumerate(layers, 1) if i in words]
+    found = []                      # what it is called, Retrieved, which of its rows
+    for m, i in enumerate(batch.mention.tolist()):
+        if i in words:
+            found += [(f"{words[i]}, layer {n}", layer, m) for n, layer in enumerate(layers, 1)]
     if task == "claims":
         said = data.CLAIM_LABELS[claim_logits(tome, H, batch)[0].argmax()]
     elif task == "qa":
@@ -205,7 +212,7 @@ def say_figures(figures, place=""):
         train.say(line)
 
 def say_by_size(run, tome, memory, shares=(0.1, 0.5)):
-    """How many words are right with a part of the memory (figure 2)."""
+    """The share of masked tokens that are right with a part of the memory (figure 2)."""
     mentions = train.sample_eval_mentions(run, 300)
     for share in shares:
         measured, _ = train.masked_mentions(run, tome, memory.sample(share), mentions)

@@ -23,7 +23,7 @@ from torch import nn
 from tqdm import tqdm
 
 import ann
-import data
+import data                     # read later; here only for a batch of passages, and files
 from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
@@ -34,7 +34,7 @@ class Retrieved(NamedTuple):
     """What M mentions found: K memories each, best first if they were searched for. Where there are
     fewer, scores are -inf and ids -1."""
     scores: torch.Tensor            # (M, K) query · key, with gradient into the query
-    ids: torch.Tensor               # (M, K) memory rows
+    ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
     value: torch.Tensor = None      # (M, d_V) eq. 8
@@ -45,29 +45,31 @@ def attention_weights(scores):
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
-def attend_to_all(query, memory, hidden):
-    """Eq. 7 and 8 over all N rows of a memory that is too small to search; hidden (M, N): not over
-    these. query (M, d_K) -> Retrieved of N memories for each mention."""
-    scores = ann.dot(query, memory.keys).masked_fill(hidden, -torch.inf)        # (M, N)
+def attend_to_all(query, memory, excluded):
+    """Eq. 7 and 8 over all N rows of a memory that is too small to search. query (M, d_K);
+    excluded, bool, (M, N) or (N,): pairs that get weight 0 -> Retrieved of N memories per mention.
+    """
+    scores = ann.dot(query, memory.keys).masked_fill(excluded, -torch.inf)      # (M, N)
     ids = torch.arange(len(memory.keys), device=query.device).expand_as(scores)
     alpha = attention_weights(scores)
     return Retrieved(scores, ids, memory.entity.expand_as(scores), alpha, alpha @ memory.values)
 
 class BatchMemory:
-    """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. The batch
-    is that of all processes; its passages are related (app. A.1)."""
+    """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. They are
+    gathered from all processes. The batch's passages are related (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """passage (M,): a mention never attends to its own passage (app. A)."""
+        """passage (M,): a mention never attends to its own passage (app. A). k and k_shard are
+        MentionMemory's: here all memories are attended."""
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
-    each entity, trained with the model in place of the mention memory. It knows nothing of an
-    entity that training never names. Row 0 is no entity."""
+    each entity, trained with the model in place of the mention memory. An entity that training
+    never names keeps a random key and value. Row 0 is no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -77,14 +79,14 @@ class EntityTable(nn.Module):
     def attend(self, query, passage=None, k=None, k_shard=None):
         return attend_to_all(query, self, self.entity == 0)
 
-    retrieve = attend           # all of them are retrieved; who only wants scores takes only these
+    retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
 
 class MentionMemory:
     """This process's rows of the frozen table: keys (N, d_K), values (N, d_V), entity, passage,
     mention (N,), tensors or numpy arrays.
 
     A query never sees rows of its own `passage`: in training its own text ("disallowed same passage
-    retrieval", §2.4). Evaluation puts articles there, to take a whole subject away."""
+    retrieval", §2.4). With by_article, evaluation hides all that one article says."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
@@ -94,7 +96,8 @@ class MentionMemory:
         return len(self.keys)
 
     def search(self, query, k, query_passage):
-        """The k best of this process's rows, same passage removed first: scores, ids [Q, k]."""
+        """The k best of this process's rows, without the query's own passage: scores, ids (Q, k).
+        """
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         if self.index is None:
@@ -102,10 +105,10 @@ class MentionMemory:
         return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
-        """TopMem (§2.2.2): the search is without gradient, then the found keys are scored with it.
-        Each process offers the k_shard best keys of its part of the memory, and the k best of all
-        these are kept: the paper's 128 processes offer 2 each for k = 128 (app. C.1.4). Few
-        processes offer k / processes each, so that there are k to choose from; one offers all k."""
+        """TopMem (§2.2.2). The search has no gradient; the keys that it finds are scored again,
+        with gradient. Each process offers its k_shard best keys, and the k best of these are kept
+        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes each offers
+        k / processes, so that k come together."""
         k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
                                   len(self))                                    # (M, K)
@@ -121,7 +124,7 @@ class MentionMemory:
         value = torch.einsum("mk,mkv->mv", weights, values.float())
         return found._replace(weights=weights, value=value)
 
-    def passages_of(self, n_entities):
+    def passages_per_entity(self, n_entities):
         """(E,): in how many passages of the memory, over all processes, each entity stands."""
         pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
         return ann.sum_over_processes(pairs[0].bincount(minlength=n_entities), pairs.device)
@@ -152,17 +155,18 @@ class MentionMemory:
         return self.select(torch.zeros(len(self), dtype=torch.bool))
 
     def shuffled(self, seed=0):
-        """Keys stay, values are another row's: it retrieves as before, what it gives is wrong."""
+        """Values are permuted, keys are not: the same memories are retrieved, with wrong values."""
         order = np.random.default_rng(seed).permutation(len(self))
         return self.changed(values=self.values[torch.from_numpy(order)])
 
     def by_article(self, article):
-        """The same rows, grouped by article: a query of group a sees nothing of article a."""
+        """The same rows with article numbers as `passage`: a query with passage = a sees nothing of
+        article a. article: that of each passage."""
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
 class MemoryAttention(nn.Module):
-    """Eq. 6–9. H (B, T, hidden) -> M (B, T, hidden), Retrieved."""
+    """Eq. 6–9. H (B, T, hidden) -> the paper's M, of the same shape, and Retrieved."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
@@ -173,12 +177,12 @@ class MemoryAttention(nn.Module):
     def forward(self, H, mentions, memory):
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)._replace(query=query)
-        # accumulate: of two mentions that start at the same token, both updates count. A mention
-        # that was allowed nothing adds nothing, not even W_U's bias.
+        # accumulate=True adds the update to H_s. A mention that was allowed no memory gets no
+        # update, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)
         H = H.index_put((mentions.row, mentions.start), update.to(H.dtype), accumulate=True)
-        # Eq. 9 is written for M_s. Read literally, only mention starts would be normalised twice
-        # and leave the scale of their neighbours. The public code normalises all, and so do we.
+        # Eq. 9 speaks of position s alone. The public code normalises all positions, and so do we:
+        # otherwise mention starts would have another scale than their neighbours.
         return self.norm(H), found
 
 # ==== Set apart: files ============================================================================
@@ -190,8 +194,8 @@ def array_file(folder, shard, name):
 @torch.no_grad()
 @np.errstate(over="ignore")         # build_memory refuses what is not finite
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
-    """Memory rows of the linked mentions of these passages (int64, rising, at least one), from
-    their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
+    """Memory rows of the linked mentions of these passages (their numbers, ascending, not empty),
+    from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
     encoder.eval()
     parts = []
     # Passages of similar length are read together: the last one sets the width of a batch.
@@ -200,7 +204,7 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     while len(left):
         n_tokens = lengths[left] * np.arange(1, len(left) + 1)
         n = max(1, int(np.searchsorted(n_tokens, BATCH_TOKENS, "right")))
-        batch = data.make_batch(corpus, passages[left[:n]], None, 0, 0, None).to(device)
+        batch = data.corpus_batch(corpus, passages[left[:n]]).to(device)
         left = left[n:]
         mentions = (batch.row, batch.start, batch.end, batch.entity, batch.passage, batch.mention)
         row, start, end, *ids = (x[batch.entity > 0] for x in mentions)
@@ -214,9 +218,9 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
-    processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: a plain
-    dictionary to keep. old: folder of a memory of a corpus with which this one begins; its full
-    shards are taken over if the same encoder wrote them. Raises UserError.
+    processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: plain
+    values, kept in meta.json. old: folder of the memory of this corpus before text was appended;
+    its full shards are taken over if the same encoder wrote them. Raises UserError.
 
     Each file is written whole, to a folder that is named after the encoder. So a shard whose files
     are all there is done, and a build that was cut off goes on."""

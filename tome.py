@@ -7,7 +7,7 @@
 The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
 give keys and values (§2.1.1). BATCH-TOME trains it: it reads a batch with the Mention Encoder, then
 again as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
-over the frozen memory of the whole corpus (§2.4). Its last retrieval names the answer (eq. 10).
+over the frozen memory of the whole corpus (§2.4). A last retrieval names the answer (eq. 10).
 
 B passages of T tokens, M mentions of the whole batch, K retrieved memories of each, L masked
 tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are alpha.
@@ -26,7 +26,8 @@ from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock,
 from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
 class TOMEBlock(nn.Module):
-    """Eq. 2 and 3. Without a memory it is its TransformerBlock: so the Mention Encoder reads."""
+    """Eq. 2 and 3. Without a memory it is only its TransformerBlock: the Mention Encoder runs it
+    like that."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
@@ -48,9 +49,9 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # z of eq. 10
-        self.claim = nn.Linear(config.hidden, 3)                            # see claim_logits
-        self.entities = EntityTable(config) if config.n_entities else None  # of the baselines
+        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # W of z_m, eq. 10
+        self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
+        self.entities = EntityTable(config) if config.n_entities else None  # in the baselines
         self.apply(lambda module: init_weights(module, config.init_std))
 
     def read_initial(self, tokens, attention_mask):
@@ -58,7 +59,7 @@ class TOME(nn.Module):
         return self.initial(self.embeddings(tokens), attention_mask)
 
     def read_blocks(self, H, attention_mask, mentions=None, memory=None):
-        """H0 -> H_L (B, T, hidden), and a list: what each memory layer retrieved, eq. 5.
+        """H0 -> H_L (B, T, hidden), and a list of each block's Retrieved, or None (eq. 5).
         mentions: a Batch, or anything with row, start, end, passage (M,)."""
         found = []
         for block in self.blocks:
@@ -115,8 +116,8 @@ class BatchTOME(nn.Module):
         """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
         mask = batch.attention_mask
         H0 = self.tome.read_initial(batch.tokens, mask)
-        # The memory is of the unmasked text (our choice: the paper does not say). A passage never
-        # attends to its own mentions, so nothing leaks.
+        # The memory is made from the unmasked text (our choice; the paper does not say). A passage
+        # never attends to its own mentions, so nothing leaks.
         linked = batch.entity > 0
         spans = batch.row[linked], batch.start[linked], batch.end[linked]
         keys, values = self.encoder(batch.unmasked, mask, *spans)
@@ -166,7 +167,7 @@ def entity_prediction_loss(scores, memory_entity, entity):
     their entity (§2.4). scores (M, K) z . MemKey (-inf: none), memory_entity (M, K), entity (M,)
     0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
-    counted = (entity > 0) & same.any(-1)           # the other rows would be a logsumexp of nothing
+    counted = (entity > 0) & same.any(-1)           # of other rows the logsumexp is -inf
     scores, same = scores[counted], same[counted]
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
@@ -184,8 +185,8 @@ def predict_entity(scores, memory_entity):
 
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
-    claim's mentions: there stands what was retrieved. The paper does not name its head; read off
-    [CLS], toy claims stayed at chance."""
+    claim's mentions: to these positions the memory's values were added (eq. 9). The paper does not
+    name its head; read off [CLS], toy claims stayed at chance."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
     total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
@@ -198,9 +199,9 @@ def retrieve_answer(tome, H, batch, memory, at):
     return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# A mention learns from the memory only if it retrieves something of use (app. B.6). So BATCH-TOME
-# first learns without the memory what its markers stand around. Then fit_retrieval makes queries
-# find keys of their entity, and the memory is attended.
+# The model learns to use the memory only once retrieval finds something useful (app. B.6). So
+# BATCH-TOME is first trained with the memory off, until [E_start] and [E_end] encode their mention.
+# Then fit_retrieval makes queries find keys of their entity, and the memory is switched on.
 
 @torch.no_grad()
 def start_positions(model):
@@ -217,11 +218,11 @@ def fit_retrieval(model, batches, self_score=20.0):
     """Sets the key, query and answer layers in closed form, from a few batches in which half of the
     mentions are masked. Random ones find nothing: [H_s; H_e] is mostly the same for all mentions.
 
-    A key is the whitened principal components of [H_s; H_e] in unmasked text: n <= d_K directions,
-    each of variance self_score / n. Its mean score with itself is then self_score; 20 makes the
-    softmax prefer one key of thousands. A query, and z of eq. 10, is the linear map from [H_s; H_e]
-    in masked text to the mean key of the mention's entity. (On real text it finds its entity one
-    time in ten. Fitted to its own key it looks for the form of its name: one time in a hundred.)"""
+    Keys: the first n <= d_K principal components of [H_s; H_e] in unmasked text, whitened, each of
+    variance self_score / n. So a key's mean score with itself is self_score; at 20 the softmax
+    prefers it among thousands. Queries, and z of eq. 10: a linear map from [H_s; H_e] in masked
+    text to the mean key of the mention's entity. (With the mention's own key as target, queries
+    look for the form of a name: on real text they find 1% of masked entities, so 10%.)"""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)
@@ -231,12 +232,13 @@ def fit_retrieval(model, batches, self_score=20.0):
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
         ends = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
         rows.append((*ends, batch.entity[linked]))
-    queries, answers, X, entity = map(torch.cat, zip(*rows))            # (m, 2 hidden), (m,)
+    of_queries, of_answers, X, entity = map(torch.cat, zip(*rows))      # (m, 2 hidden) each, (m,)
     if len(X) < 2:
         return
     key, mean = model.encoder.key.linear, X.mean(0)
     variance, direction = torch.linalg.eigh((X - mean).T @ (X - mean) / len(X))         # rising
     n = min(len(key.weight), len(variance))
+    # What is added keeps directions of almost no variance from being blown up.
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
     W = torch.zeros_like(key.weight, dtype=torch.double)                        # (d_K, 2 hidden)
     W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
@@ -246,9 +248,8 @@ def fit_retrieval(model, batches, self_score=20.0):
     _, which, count = entity.unique(return_inverse=True, return_counts=True)
     total = torch.zeros_like(keys).index_add(0, which, keys)[which]
     wanted = total / count[which, None]                                         # (m, d_K)
-    for block in tome.blocks:                   # of BATCH-TOME: one
-        fit_linear(block.memory_attention.query.linear, queries, wanted, self_score)
-    fit_linear(tome.answer.linear, answers, wanted, self_score)
+    fit_linear(tome.blocks[0].memory_attention.query.linear, of_queries, wanted, self_score)
+    fit_linear(tome.answer.linear, of_answers, wanted, self_score)
 
 def fit_linear(layer, X, wanted, score):
     """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K), scaled to that mean score."""
@@ -264,8 +265,9 @@ def fit_linear(layer, X, wanted, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
-    The Transformer layers above it are dealt out to TOME's blocks in their order, or copied, where
-    there is one. So is the memory layer: with two from the first step, the second found no use."""
+    The Transformer layers above it are divided among TOME's blocks in their order (a single one is
+    copied to each), and the memory layer is copied to each. Trained with two memory layers from the
+    first step, the second one was never used."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):
         for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
@@ -287,7 +289,8 @@ def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
     config: `config` with their sizes, in one block if a BERT; state: a state dictionary of parts of
-    BatchTOME; lacks, unused: names of parts that only BatchTOME, or only they, have.
+    BatchTOME; lacks: the parts of BatchTOME that are not in it; unused: its parts that BatchTOME
+    does not have.
     Raises UserError."""
     with data.intact(path, "cannot be read as a BERT or as weights of the paper's own code",
                      "give another file"):
@@ -297,7 +300,7 @@ def read_published(path, config):
         names = {name.removeprefix("encoder.").removeprefix("tome."): name
                  for name in model.state_dict()}
         ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
-        # A part may be missing as a whole. Where it is there in part, the KeyError names the rest.
+        # A part may be missing as a whole. If some of its tensors are there, found[name] raises.
         state = {names[name]: found[name] for name in names if part_name(name) in theirs}
         model.load_state_dict(state, strict=False, assign=True)     # refuses another shape
     lacks = [part for part in ours if part not in theirs]

@@ -5,8 +5,10 @@
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
                                                                          (TOME-2: + linking)
-    finetune     TOME over that frozen memory     claims, and clozes     labels, and eq. 10 at the
-                                                  or questions           mention asked for
+    finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
+                                                  or questions           mention that is asked for
+
+A cloze is a true claim with one mention masked.
 
     python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -14,11 +16,11 @@
 
 A stage runs the unfinished ones before it first, and goes on where it stopped. Every batch, mask
 and dropout of a step follows from (seed, stage, step) alone: a run that was cut off and taken up
-again ends with the same bits. A cloze is a true claim with one mention masked.
+again ends with the same bits.
 
-H (B, T, hidden) is what the last block says, z a mention's encoding of eq. 10 or of app. A.2,
-`memory` a MentionMemory or a baseline's EntityTable. In order: settings, the stages, the loop,
-initial weights, what is measured, examples, the run folder, the command line.
+H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 or for coreference
+(app. A.2), `memory` a MentionMemory or a baseline's EntityTable. In order: settings, the stages,
+the loop, initial weights, what is measured, examples; then the run folder and the command line.
 """
 import argparse
 import hashlib
@@ -54,7 +56,9 @@ from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_predic
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
                   share_of_mean, split_into_blocks, start_positions)
 
-KINDS = ("seen", "unseen", "withheld")      # of entities, by what training names of them
+# Entities are seen: linked in a training passage; unseen: in none; or withheld: linked there, but
+# named by no loss.
+KINDS = ("seen", "unseen", "withheld")
 
 @dataclass
 class Schedule:
@@ -66,11 +70,12 @@ class Schedule:
 
 @dataclass
 class Settings:
-    """A run, but for its model's dimensions (encoder.Config). The paper's numbers (app. A, B.1)."""
+    """All settings of a run but those of its model (encoder.Config). The defaults are the paper's,
+    where it gives them (app. A, B.1)."""
     passage_length: int = 128       # T, without entity markers
     max_length: int = 512           # T, with them
     vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
-    cluster: int = 256              # related passages that stand in one batch (app. A.1)
+    cluster: int = 256              # related passages that stand together (app. A.1)
     mentions: int = 24              # a passage on average; of more, a sample is used
     mention_rate: float = 0.2       # share of mentions that are masked
     token_rate: float = 0.1         # share of other tokens that are masked
@@ -84,12 +89,12 @@ class Settings:
     weight_decay: float = 0.01
     clip: float = 1.0
     # From here on not the paper's: with these, small models learn in minutes.
-    memory_from: float = 0.0        # share of batch-tome's steps with the memory off, while the
-                                    # layers learn the markers; then fit_retrieval runs
-    fit_passages: int = 4000        # that it reads
+    memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
+                                    # memory is switched on
+    fit_passages: int = 4000        # passages that fit_retrieval reads
     bert_rate: float = 1.0          # multiple of the learning rate for the layers of --init
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    log_every: int = 1000
+    log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
     schedule: dict = field(default_factory=lambda: {
@@ -99,7 +104,7 @@ class Settings:
 
 # What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
 # Their models are small and their steps few, so rates are ten times the paper's or more. A shard
-# offers all k of its best, so that any number of processes retrieves the same.
+# offers all k, so that the search is exact whatever the number of processes.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
@@ -123,19 +128,22 @@ PRESETS = {
 # A stage is a model, its batches and its losses; the loop further down is the same for all. A loss
 # is this process's share of the mean over the whole batch: the sum of all processes' gradients is
 # then the gradient of the whole batch, whatever their number.
+#
+# `run` is an open run folder (class Run, below): settings, config, corpus, device. `recipe` is a
+# plain dictionary of all that determines a stage's result: kind, steps, lr, batch, …
 
 class Stage(NamedTuple):
     """What train_stage asks of a stage."""
     model: torch.nn.Module
     next_batch: Callable            # step -> Batch of all processes
     losses: Callable                # Batch of this process, step -> {name: (weight, its share)}
-    evaluate: Callable              # () -> figures for the log; of "score" the best weights stay
+    evaluate: Callable              # () -> figures for the log; weights of the best "score" stay
     encoder: str = None             # fingerprint of the Mention Encoder
     before_step: Callable = lambda step: None
 
 def endless(order):
-    """at(step, n): the n items of a step in an endless sequence, order(epoch) (items,) after
-    order(epoch). They follow from the step, so nothing of it needs to be saved."""
+    """at(step, n): the n items of a step, out of order(0), order(1), … joined. order(epoch) is an
+    array of items; all have one length. Computed from the step, so no position is saved."""
     order = lru_cache(maxsize=2)(order)
     length = len(order(0))
 
@@ -189,8 +197,8 @@ def batch_tome_stage(run, recipe):
         return MentionMemory(**rows, device=run.device)
 
     def before_step(step):
-        """Between the part of training without the memory and the part with it, retrieval is fitted
-        in closed form: the new layers would find nothing. What it brings is said."""
+        """At fit_step, fit_retrieval sets the retrieval layers in closed form: freshly initialised
+        ones would find nothing. Prints the attention before and after."""
         if fit_step > 0 and step in (0, fit_step):
             say_attention(f"{step}, memory still off")
         if fit_step > 0 and step == fit_step:
@@ -211,10 +219,10 @@ def batch_tome_stage(run, recipe):
         say(f"batch-tome {when}:  {in_words(measured)}")
 
     def losses(batch, step):
-        """MLM rewards what the batch memory gives. Coreference has the encoder write into a mention
-        what its passage says of the entity; without it TOME loses most (app. B.5). Before the fit
-        it is also asked of H0, which the memory layer reads: there the query of a masked mention
-        has to know whom to look for."""
+        """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
+        its passage says about the entity; without it TOME loses most (app. B.5). Before the fit it
+        is also applied to H0, from which queries are made: there a masked mention must already
+        know whom to look for."""
         if step < fit_step:
             H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
             H, _ = model.tome.read_blocks(H0, batch.attention_mask)
@@ -235,7 +243,7 @@ def batch_tome_stage(run, recipe):
 
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
-    without training. run.json says which corpus is the run's: to write it is the commit."""
+    without training. run.json names the run's corpus, so it is written last."""
     encoder, before = load_model(run, "batch-tome")[0].encoder, None
     is_first = ann.rank_and_size()[0] == 0
     if file and checksum(file) not in run.saved["appended"]:
@@ -285,7 +293,7 @@ def tome_stage(run, recipe, start=None):
         entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # Entities as Experts has this loss at its memory layer. So does TOME-2 at its second one:
-        # where one retrieval is enough for MLM, the second layer forgets its own.
+        # there MLM does not need it, and it would stop retrieving the mention's entity.
         taught = layers if config.memory == "entities" else layers[1:]
         if taught and config.memory != "none":
             linking = sum(entity_prediction_loss(layer.scores, layer.entity, named)
@@ -299,8 +307,8 @@ def tome_stage(run, recipe, start=None):
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
-    Each batch of claims adds equally many clozes: true claims with one mention masked, which the
-    answer head and the last memory layer have to retrieve. Labels alone do not teach what to
+    Each batch of claims adds equally many clozes: true claims with one mention masked, which both
+    the answer head and the last memory layer have to find. Labels alone do not teach what to
     retrieve: toy claims stayed at chance."""
     task, weight = recipe["kind"], 1.0
     model, encoder = load_model(run)
@@ -361,8 +369,8 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 BERT_PART = r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.transformer)"     # of a model
 
 def optimizer_for(run, model):
-    """AdamW; no weight decay on layer norms and biases (app. A). What --init brought learns at
-    bert_rate times the rate of the layers that are new."""
+    """AdamW; no weight decay on layer norms and biases (app. A). Layers loaded by
+    --init use bert_rate times the learning rate."""
     groups = {}
     for name, parameter in model.named_parameters():
         is_bert = run.init and re.match(BERT_PART, name)
@@ -409,9 +417,9 @@ def diverged(run, recipe, step, what):
                      f"one: with --stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on")
 
 def train_stage(run, stage, recipe, checkpoint=None):
-    """Trains stage.model and leaves OUT/<kind>.pt. A step is saved before it is evaluated: an
-    evaluation that was cut off is done again, and nothing else is. Of no steps, the weights are
-    kept as they are."""
+    """Trains stage.model and leaves OUT/<kind>.pt. It saves before it evaluates: after
+    an interruption only the evaluation is repeated. With steps = 0 the weights are saved as they
+    are."""
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
     rank, path = ann.rank_and_size()[0], run.out / f"{kind}.pt"
     model = stage.model.to(run.device).train()
@@ -502,8 +510,9 @@ def new_batch_tome(run, seed=None):
     say_of_file(run.init, lacks, unused)
     tome, special = model.tome, run.corpus.special
     if run.is_published:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # as after fit_retrieval
-    # The markers took unused entries. BERT knows a sign that stands around a name: the quote.
+        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z matches keys
+    # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
+    # quotation mark, which also surrounds names.
     quote = run.tokenizer.token_to_id('"')
     if quote is not None and not run.is_published:
         word = tome.embeddings.word.weight.data
@@ -523,8 +532,9 @@ def say_of_file(path, lacks, unused):
 
 def start_from(run, tome, start):
     """--start (app. B.6): the weights of another checkpoint of ours or of the paper's own code, or
-    "scratch": fresh ones, of another seed than BATCH-TOME's, or the model would match the encoder
-    that wrote the memory. What the checkpoint lacks, as memory layers, is fresh."""
+    "scratch": fresh ones (with --init: BERT's) of another seed, since with BATCH-TOME's they would
+    equal the initial weights of the memory's encoder. What the checkpoint lacks, such as memory
+    layers, is fresh."""
     if start is None:
         return
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
@@ -552,8 +562,8 @@ def open_memory(run, tome, encoder, n_search=None):
     folder = folder_of(run.out, run.saved, "memory")
     needs(folder.exists(), folder, "memory")
     memory = load_memory(folder, encoder, run.device).bucketed(n_search)
-    train = torch.from_numpy(~np.asarray(run.corpus.held_out)).to(run.device)[memory.passage]
-    return memory, memory if bool(train.all()) else memory.select(train)
+    in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
+    return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
 # ---- What is measured while training: does the memory fill in what only a memory can know? -------
 # Every process reads the same whole batch: the search of the memory is shared, the rest is small.
@@ -562,18 +572,23 @@ def open_memory(run, tome, encoder, n_search=None):
 def masked_mentions(run, tome, memory, mentions, batch_size=64):
     """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
 
-    mentions: corpus numbers (data.eval_mentions). Returns for each kind of entity {"accuracy":
-    share of masked tokens filled in rightly; "entity": share of mentions whose entity eq. 10 names,
-    "recall@20": ... is among its 20 best memories, both without the entities that stand visibly in
-    the passage; "mass_masked", "mass_visible": attention of the last memory layer on memories of
-    the mention's own entity; "n": mentions}, and {mention: its share of tokens filled in rightly}
-    for each kind."""
+    mentions: corpus numbers (data.eval_mentions). Returns, for each kind of entity, a dictionary:
+
+    accuracy        share of masked tokens filled in rightly
+    entity          share of mentions whose entity eq. 10 names,
+    recall@20       … of whose entity a memory is among the 20 best of eq. 10, both without the
+                    entities that stand visibly in the passage
+    mass_masked     attention of the last memory layer on memories of the masked mention's entity
+    mass_visible    … the same for the other mentions, if another passage has their entity
+    n               masked mentions
+
+    and, for each kind, {mention: its share of tokens filled in rightly}."""
     tome.eval()
     E, device = len(run.corpus.entity_names), run.device
-    supported = torch.ones(E, dtype=torch.bool, device=device)  # it stands in another passage too
+    is_elsewhere = torch.ones(E, dtype=torch.bool, device=device)   # in another passage, too
     if isinstance(memory, MentionMemory):
-        supported = memory.passages_of(E) > 1
-    masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row a mention
+        is_elsewhere = memory.passages_per_entity(E) > 1
+    masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row per mention, as below
     for first in range(0, len(mentions), batch_size):
         number = mentions[first:first + batch_size]                                     # (B,)
         batch = data.eval_batch(run.corpus, number).to(device)
@@ -587,14 +602,15 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         n_tokens = torch.bincount(row, minlength=B)                                     # (B,)
         n_right = torch.bincount(row[right], minlength=B)
         answer = retrieve_answer(tome, H, batch, memory, asked)
-        stands = torch.zeros(B, E, dtype=torch.bool, device=device)
-        stands[batch.row[~asked], batch.entity[~asked]] = True
-        scores = answer.scores.masked_fill(stands.gather(1, answer.entity), -torch.inf)  # (B, K)
+        stands_there = torch.zeros(B, E, dtype=torch.bool, device=device)
+        stands_there[batch.row[~asked], batch.entity[~asked]] = True
+        hidden = stands_there.gather(1, answer.entity)                                  # (B, K)
+        scores = answer.scores.masked_fill(hidden, -torch.inf)
         entity = batch.entity[asked]
         named = predict_entity(scores, answer.entity) == entity
         recalled = (best_entities(scores, answer.entity) == entity[:, None]).any(1)
         masked.append(torch.stack([n_tokens, n_right, named, recalled, mass[asked]], 1).cpu())
-        counted = (batch.entity > 0) & ~asked & supported[batch.entity]
+        counted = (batch.entity > 0) & ~asked & is_elsewhere[batch.entity]
         visible.append(torch.stack([batch.entity[counted], mass[counted]], 1).cpu())
     masked, visible = np.concatenate(masked), np.concatenate(visible)
     kind = run.entity_kind[run.corpus.mention_entity[mentions]]
@@ -622,7 +638,7 @@ def evaluate_memory(run, tome, memory, mentions):
     """masked_mentions' figures, and the accuracy with the memory emptied and with its values
     shuffled. "gain": what the memory adds to a mention's share of right words, the mean over
     mentions, and its 95% interval from paired differences. Also returns for each kind {mention:
-    that share with the memory, and with it emptied}. Without a memory figures have no control."""
+    that share with the memory, and with it emptied}. A baseline has no controls, and no pairs."""
     measured, shares = masked_mentions(run, tome, memory, mentions)
     if not isinstance(memory, MentionMemory):
         return measured, {}
@@ -647,7 +663,7 @@ def sample_eval_mentions(run, n):
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """A small memory for these mentions while the Mention Encoder still changes: the passages of
-    their articles, `each` more that name the entity, and `others` at random."""
+    their articles, `each` more per entity that link it, and `others` at random."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -744,7 +760,8 @@ def read_task_examples(run, task, path):
     return examples, dev
 
 def clozes_of(run, example, rng):
-    """[a true claim as the question which entity one of its mentions names], or []."""
+    """The cloze of a true claim: [the example with one known entity as answer, and no label]; []
+    for any other claim."""
     known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
         return []
@@ -1166,10 +1183,9 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Lets oneDNN multiply in float32, where its results are exact.
-
-    Despite its name, "bf16" computes in float32 on a processor without AMX, on AMD's in half the
-    time of MKL. It must be on wherever bits are to agree."""
+    """Faster float32 products on processors without AMX: there oneDNN's setting "bf16" still
+    computes in float32, on AMD's in half of MKL's time. Undone where a test product is not exact.
+    It must be on wherever bits are to agree."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return

@@ -541,7 +541,7 @@ def owners(batch):
 def test_a_batch_is_what_plain_loops_collect(corpus):
     passages = np.random.default_rng(0).choice(len(corpus.article), 40)
     rows, mentions = naive_rows(corpus, passages)
-    batch = data.make_batch(corpus, passages, None, 0, 0, None)
+    batch = data.corpus_batch(corpus, passages)
     T = max(map(len, rows))
     assert batch.tokens.tolist() == [r + [corpus.special[PAD]] * (T - len(r)) for r in rows]
     assert batch.attention_mask.tolist() == [[True] * len(r) + [False] * (T - len(r)) for r in rows]
@@ -614,7 +614,7 @@ def test_masking_rates_and_replacements(tmp_path):
 
 def test_too_many_mentions_are_sampled_over_the_batch_and_keep_their_markers(corpus):
     passages = np.arange(60)
-    every = data.make_batch(corpus, passages, None, 0, 0, None)
+    every = data.corpus_batch(corpus, passages)
     counts, rng = Counter(), np.random.default_rng(3)
     for _ in range(200):
         batch = data.make_batch(corpus, passages, rng, 0, 0, 1)
