@@ -113,9 +113,9 @@ def wilson(share, n, z=1.96):
 
 def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
     """Robertson's BM25 over these passages of the corpus. Each of a query's k best passages adds
-    its score to the votes of every entity that it links. Returns (n,): the rank of the right entities
-    in these votes, infinite where they have none. A query: its tokens, the right entities, and its
-    own passages; these do not vote, and their other entities are no rivals.
+    its score to the votes of every entity that it links. Returns (n,): the rank of the right
+    entities in these votes, infinite where they have none. A query: its tokens, the right entities,
+    and its own passages; these do not vote, and their other entities are no rivals.
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 

@@ -102,7 +102,7 @@ def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_
     np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
     wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
                        for entity in entities])
-    layers = {"query": [block.memory_attention.query for block in tome.blocks], "answer": [tome.answer]}
+    layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.answer]}      # of BATCH-TOME: one block
     for name, layer in [(name, layer) for name, of_kind in layers.items() for layer in of_kind]:
         X = spans[name].double().numpy()
         X = X - X.mean(0)
