@@ -60,10 +60,11 @@ def largest(passage):
     return max(passage.unique(return_counts=True)[1].tolist(), default=0)
 
 def high_scores(scores, bar, n):
-    """The finite scores (Q, W) above their query's bar (Q,): (query, column, score), each (F,), and
-    the bar. To read every score once more is affordable, to sort them is not: so only the maximum
-    of each block is compared with the bar. bar None: one is chosen that at least n scores of each
-    query exceed, just below its n-th largest block maximum."""
+    """Finds the finite scores (Q, W) above their query's bar (Q,). Returns (query, column, score)
+    of the F found, each (F,), and the bar. Sorting all scores would be slow. So they are split into
+    blocks, and only blocks whose maximum is above the bar are looked into. bar None: the bar is put
+    just below a query's n-th largest block maximum. Then n blocks hold a score above it: at least n
+    scores are found, and the n best are among them."""
     # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
@@ -182,6 +183,7 @@ class BucketedIndex:
         sample = F.normalize(sample.nan_to_num(0, 0, 0))        # one NaN would spoil all centroids
         self.centroids = F.normalize(
             kmeans(sample, n_clusters, init=sample[:n_clusters])[0])            # (C, d)
+        # To centroids of one length, the nearest is the one of largest dot product.
         bucket = nearest(keys, self.centroids)[1]
         self.count = torch.bincount(bucket, minlength=len(self.centroids))               # (C,)
         self.start = self.count.cumsum(0) - self.count
@@ -205,7 +207,8 @@ class BucketedIndex:
         width = int(count.sum(1).max())
         scores = torch.full((Q * width,), -torch.inf, device=device)
         row = torch.arange(Q, device=device)[:, None] * width
-        begin = (row + count.cumsum(1) - count).flatten()       # of each pair (query, bucket)
+        # Where in `scores` the scores of each pair (query, bucket) begin: (Q * n_search,), rising.
+        begin = (row + count.cumsum(1) - count).flatten()
         # The pairs are computed bucket after bucket: so its keys are read once, for all who ask.
         pair = bucket.argsort(stable=True)
         n_asking = torch.bincount(bucket, minlength=len(self.keys)).tolist()
@@ -215,7 +218,8 @@ class BucketedIndex:
                 place = place + torch.arange(keys.shape[1], device=device)       # (askers, count)
                 scores[place] = askers @ keys.float()
         (query, column, score), _ = high_scores(scores.view(Q, width), None, k + self.largest)
-        place = query * width + column
+        # Back from a place in `scores` to its pair, and from the place inside the pair to the key.
+        place = query * width + column                                                   # (F,)
         pair = torch.searchsorted(begin, place, right=True) - 1
         id = self.id[self.start[bucket[pair]] + place - begin[pair]]
         return keep_best(best, (query, id, score), query_passage, self.passage)

@@ -7,7 +7,8 @@ The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app.
     Corpus, passage numbers --make_batch--> Batch
 
 Shapes: B passages, or rows, of T tokens in a batch; M mentions and L tokens to predict in flat
-arrays over the whole batch. A passage of n tokens with m mentions takes n + 2m + 2 positions:
+arrays over the whole batch; E entities of the corpus, of which 0 is none. A passage of n tokens
+with m mentions takes n + 2m + 2 positions:
 
     [CLS] the capital of [E_start] north karovia [E_end] is [E_start] port ellin [E_end] . [SEP]
       0    1     2     3     4       5      6       7    8     9       10   11     12    13  14
@@ -107,7 +108,8 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     ids, markers = np.array(encoding.ids, np.int32), [special[E_START], special[E_END]]
     ids = np.insert(ids, np.stack([first, stop], 1).ravel(), markers * len(kept))
     start, end = first + before, stop + before + 1
-    # Cut it at edges: tokens before which as many mentions are closed as opened.
+    # Cut it only at edges: places between tokens that are not inside a mention (all that are opened
+    # before are closed). A passage goes from edge number a to edge number b.
     token = np.arange(len(encoding.ids) + 1)
     opened, closed = np.searchsorted(first, token), np.searchsorted(stop, token, "right")
     edges = np.flatnonzero(opened == closed)
@@ -142,12 +144,14 @@ class Batch:
     end: torch.Tensor               # (M,)
     entity: torch.Tensor            # (M,) 0 = not linked
     passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example); see by_article
-    mention: torch.Tensor           # (M,) number in the corpus, or in its example; -1 = [MASK]
+    mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the one
+                                    # that is appended to a question, [E_start] [MASK] [E_end]
     target_index: torch.Tensor      # (L,) tokens to predict as indices into tokens.view(-1)
     target: torch.Tensor            # (L,) their original ids
     label: torch.Tensor | None = None           # (B,) claims: CLAIM_LABELS' index, -1 = none
     answer: torch.Tensor | None = None          # (B,) first answer that is an entity, 0 = none
-    answer_mention: torch.Tensor | None = None  # (B,) the mention that asks for it, -1 = none
+    # (B,) the masked mention whose entity is asked for: an index into the (M,) arrays; -1 = none
+    answer_mention: torch.Tensor | None = None
 
     def to(self, device) -> "Batch":
         return Batch(**{name: tensor.to(device, non_blocking=True)
@@ -244,8 +248,9 @@ def eval_batch(corpus, mentions) -> Batch:
 def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 
-    These are linked; their entity stands only once in the passage, is not the article's title
-    (most of its passages name that), and is linked in another passage too, held out or not."""
+    Each is linked; it is its entity's only one in the passage; another passage, held out or not,
+    links this entity too; and the entity is not the article's title, which most passages of the
+    article name."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)
@@ -278,7 +283,7 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
         entities[a] = {e for e in found if e and n_articles[e] <= max_articles}     # 0: not linked
         for entity in entities[a]:
             articles[entity].append(a)
-    # 0: of no article, so that there is always something to concatenate below
+    # Entity 0 (not linked) gets an empty array, so that np.concatenate below always has one.
     articles = {entity: np.array(articles[entity], np.int64) for entity in [0, *articles]}
     n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
@@ -399,9 +404,10 @@ def count_cut_mentions(examples, task, tokenizer, max_length) -> int:
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
-    task: "claims", "qa" or None. entity_index: name -> number. A cloze among the claims has no
-    label, but an entity as answer: all mentions of that entity are replaced by [MASK], and the
-    first of them is asked for. What is behind max_length positions is cut off."""
+    task: "claims", "qa" or None. entity_index: name -> number. Among the claims
+    may stand clozes: true claims with one entity hidden, which have that entity as answer instead
+    of a label. All its mentions are replaced by [MASK]; the first of them becomes answer_mention.
+    What is behind max_length positions is cut off."""
     passages = example_passages(examples, task, tokenizer, max_length)
     special = special_ids(tokenizer)
     batch = collate(list(passages), special[PAD])
@@ -515,6 +521,7 @@ def _say(phrase, subject, obj="", noun=""):
 
 def _line(key, text, entity_of, **others):
     """A line of a file. entity_of: {name, or noun of a description "X's noun": entity or None}."""
+    # Names are in Title Case. A noun such as "star" is a mention only in a description, "X's star".
     names = [name if name.istitle() else f"(?<='s ){name}" for name in entity_of]
     mentions = [{"start": found.start(), "end": found.end(), "entity": entity_of[found[0]]}
                 for found in re.finditer("|".join(names), text)]
@@ -600,6 +607,7 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
     asked = [{"subject": subject, "relations": [first], "object": obj}
              for (subject, first), obj in facts.items()]
     if hops == 2:
+        # Where the bridge has such a fact, and its object is not the subject again.
         asked = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
                   "bridge": bridge} for (subject, first), bridge in facts.items()
                  for second in RELATIONS if facts.get((bridge, second), subject) != subject]
@@ -719,7 +727,8 @@ def read_examples(path, task) -> list:
         if label is not None:
             label = CLAIM_LABELS.index(label)
         mentions = read_mentions(record, text)
-        return Example(text, mentions, label, [str(answer) for answer in answers], record)
+        return Example(text, mentions, label, [str(answer) for answer in answers if answer],
+                       record)
 
     examples = list(read_records(path, make))
     if not examples:
@@ -901,7 +910,7 @@ class Corpus:
     text (bytes,), text_at (P, 2) all texts in UTF-8; from where to where a passage's stands
     entity_index, article_index   {name: number} of entity_names, {title: number} of titles
     entity_count (E,)             linked mentions of each entity in passages that are not held out
-    special, vocab_size           ids of the special tokens; words of the tokenizer
+    tokenizer, special, vocab_size    the tokenizer; its ids of the special tokens; its size
     maskable (vocab_size,), words     which tokens may be masked; those that may stand for them
     meta                          counts, what was dropped, the recipe
     """
@@ -923,7 +932,8 @@ class Corpus:
         in_training = np.repeat(~self.held_out, np.diff(self.mention_first))
         linked = self.mention_entity[in_training & (self.mention_entity > 0)]
         self.entity_count = np.bincount(linked, minlength=len(self.entity_names))
-        self.special, self.vocab_size = self.meta["special"], self.meta["vocab_size"]
+        self.tokenizer = load_tokenizer(Path(folder, "tokenizer.json"))
+        self.special, self.vocab_size = special_ids(self.tokenizer), self.tokenizer.get_vocab_size()
         self.words = np.setdiff1d(np.arange(self.vocab_size), list(self.special.values()))
         self.maskable = np.isin(np.arange(self.vocab_size), [*self.words, self.special[UNK]])
 
@@ -1017,8 +1027,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
     Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
-    return {"counts": counts, "dropped": dropped, "special": special,
-            "vocab_size": tokenizer.get_vocab_size()}
+    return {"counts": counts, "dropped": dropped}
 
 # ---------------------------------------------------------------- Wikipedia
 

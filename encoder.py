@@ -57,7 +57,7 @@ class Config:
 def low_precision(config, device):
     """A context in which matrix products are computed in bfloat16, if the config asks for it and
     the device is fast at it: GPUs, and processors with AVX512-BF16, four times as fast as in
-    float32. Losses, scores and weights stay in float32."""
+    float32. Weights, losses and the scores of memories (ann.dot) stay in float32."""
     is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
     return torch.autocast(device.type, torch.bfloat16, is_fast and config.precision == "bfloat16")
 
@@ -95,14 +95,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x, place, attention_mask):
         qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                              # each (B, heads, T, hd)
-        scores = q * q.shape[-1] ** -0.5 @ k.mT                           # (B, heads, T, T)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)              # each (B, heads, T, hidden / heads)
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT         # (B, heads, T, T)
         # In place and hidden from autograd: padding has weight 0, so its gradient is 0 anyway, and
         # no copy of the scores is made.
         with torch.no_grad():
             scores.masked_fill_(~attention_mask[:, None, None, :], -torch.inf)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
-        return self.out(y.transpose(1, 2).flatten(2).flatten(0, 1)[place])
+        y = y.transpose(1, 2).flatten(2)                  # (B, T, hidden)
+        return self.out(y.flatten(0, 1)[place])           # (n, hidden)
 
 class TransformerLayer(nn.Module):
     """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""

@@ -5,7 +5,8 @@
     python eval.py --ask "Who taught Walter Lorenz?"        an answer and its sources
     python eval.py --show 5                       what held-out mentions retrieve
 
-An accuracy alone says little about a memory. Beside the one with it, "memory", stand controls:
+An accuracy alone says little about a memory. So the report has "memory", the accuracy with it, and
+beside it controls:
 
     emptied          without any row of the memory
     shuffled         each value is another mention's; what is retrieved stays the same
@@ -89,14 +90,15 @@ def figures_of(run, tome, memory, task, examples):
         cell["emptied"] = measure(memory.emptied())["accuracy"]
         # Only where every example names an article: nothing would be removed for the others.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
-            if all(e.info.get(field) in corpus.titles for e in examples):
+            titles = [e.info.get(field) for e in examples]
+            if all(isinstance(title, str) and title in corpus.article_index for title in titles):
                 cell[name] = measure(memory, without=field)["accuracy"]
         if task == "qa":
             # A passage holds more than one of TOME's memories: this favours BM25 (app. B.4).
             texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
             queries = [(text, answers, []) for text, answers in zip(texts, known)]
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
-            cell["bm25_recall@20"] = np.mean(ranks < np.inf)
+            cell["bm25_recall@20"] = np.mean(ranks < np.inf)    # only the 20 best passages vote
     truths = [e.label for e in examples]
     if task == "qa":
         truths = [answer for e in examples for answer in set(e.answers)]
@@ -113,9 +115,9 @@ def wilson(share, n, z=1.96):
 
 def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
     """Robertson's BM25 over these passages of the corpus. Each of a query's k best passages adds
-    its score to the votes of every entity that it links. Returns (n,): the rank of the right
-    entities in these votes, infinite where they have none. A query: its tokens, the right entities,
-    and its own passages; these do not vote, and their other entities are no rivals.
+    its score to the votes of every entity that it links. Returns for each query the rank of the
+    right entities in these votes, infinite where they have none. A query: its tokens, the right
+    entities, and its own passages; these do not vote, and their other entities are no rivals.
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
@@ -259,7 +261,8 @@ def main(argv=None):
         else:
             say_figures(figures)
         if pairs and not args.json:
-            say_by_size(run, tome, memory)
+            if args.memory_fraction == 1:           # else a sample would be sampled again
+                say_by_size(run, tome, memory)
             show_where_it_helps(run, pairs)
             items = train.sample_eval_mentions(run, 3)
         for item in items:

@@ -31,8 +31,9 @@ BATCH_TOKENS = 16384            # tokens that are encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
-    """What M mentions found: K memories each, best first if they were searched for. Where there are
-    fewer, scores are -inf and ids -1."""
+    """What M mentions found: K memories each, best first if they were searched for. Where a search
+    finds fewer, scores are -inf, ids -1 and entity 0. Of attend_to_all (K = N, not sorted) an
+    excluded memory has score -inf, but keeps its id and entity."""
     scores: torch.Tensor            # (M, K) query · key, with gradient into the query
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
@@ -85,8 +86,9 @@ class MentionMemory:
     """This process's rows of the frozen table: keys (N, d_K), values (N, d_V), entity, passage,
     mention (N,), tensors or numpy arrays.
 
-    A query never sees rows of its own `passage`: in training its own text ("disallowed same passage
-    retrieval", §2.4). With by_article, evaluation hides all that one article says."""
+    A query never finds rows whose `passage` is its own: in training those of the text it stands in
+    ("disallowed same passage retrieval", §2.4). For evaluation, by_article replaces `passage` by
+    numbers of articles: then all rows of one article can be hidden."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
@@ -166,7 +168,9 @@ class MentionMemory:
         return self.changed(passage=article[self.passage], index=None)
 
 class MemoryAttention(nn.Module):
-    """Eq. 6–9. H (B, T, hidden) -> the paper's M, of the same shape, and Retrieved."""
+    """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
+    mentions: a data.Batch, of which row, start, end and passage, each (M,), are used. memory: one
+    of the three above."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard

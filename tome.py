@@ -9,8 +9,9 @@ give keys and values (§2.1.1). BATCH-TOME trains it: it reads a batch with the 
 again as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
 over the frozen memory of the whole corpus (§2.4). A last retrieval names the answer (eq. 10).
 
-B passages of T tokens, M mentions of the whole batch, K retrieved memories of each, L masked
-tokens. z is the paper's z_m, `scores` are Query(m) . MemKey(i), `weights` are alpha.
+In shapes: B passages of T tokens, M mentions of the whole batch (not the matrix M of eq. 2), K
+retrieved memories of each, L masked tokens. z is the paper's z_m, `scores` are Query(m) ·
+MemKey(i), `weights` are alpha.
 """
 import hashlib
 import re
@@ -140,11 +141,12 @@ def mlm_loss(logits, target):
 def coreference_loss(z, entity, passage):
     """App. A.2: mentions of one entity should have similar z, mentions of different ones not.
 
-    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Positives of a linked mention
-    are the mentions of its entity in other passages, of all processes; its negatives are all other
-    linked mentions there. Its loss is the mean over its positives of the cross-entropy of that one
-    against all negatives. (So say the appendix's text and the public code; the appendix's formula
-    sums inside the logarithm.) The result is the mean over the mentions that have a positive."""
+    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. A linked mention is compared
+    with the linked mentions of all other passages, of all processes. Those of its entity are its
+    positives, the others its negatives. Its loss is the mean over its positives of the
+    cross-entropy of that one against all negatives. (So say the appendix's text and the public
+    code; the appendix's formula sums inside the logarithm.) The result is the mean over the
+    mentions that have a positive."""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -167,7 +169,7 @@ def entity_prediction_loss(scores, memory_entity, entity):
     their entity (§2.4). scores (M, K) z . MemKey (-inf: none), memory_entity (M, K), entity (M,)
     0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
-    counted = (entity > 0) & same.any(-1)           # of other rows the logsumexp is -inf
+    counted = (entity > 0) & same.any(-1)           # without a memory of its entity: log 0
     scores, same = scores[counted], same[counted]
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
@@ -193,8 +195,8 @@ def claim_logits(tome, H, batch):
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, at):
-    """What the mentions `at` (numbers or a mask; n of them) retrieve with z of eq. 10 as query:
-    Retrieved of (n, K)."""
+    """What the n mentions `at` (numbers, a mask or a slice) retrieve with z of eq. 10 as query:
+    Retrieved of (n, K), without weights and value."""
     z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
     return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 
@@ -221,8 +223,9 @@ def fit_retrieval(model, batches, self_score=20.0):
     Keys: the first n <= d_K principal components of [H_s; H_e] in unmasked text, whitened, each of
     variance self_score / n. So a key's mean score with itself is self_score; at 20 the softmax
     prefers it among thousands. Queries, and z of eq. 10: a linear map from [H_s; H_e] in masked
-    text to the mean key of the mention's entity. (With the mention's own key as target, queries
-    look for the form of a name: on real text they find 1% of masked entities, so 10%.)"""
+    text (queries: of H0, z: of the last layer) to the mean key of the mention's entity. With this
+    target, queries find 10% of masked entities on real text; with the mention's own key as target
+    only 1%, since they look for the form of a name."""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)
@@ -230,8 +233,9 @@ def fit_retrieval(model, batches, self_score=20.0):
         whole, _ = tome(batch.unmasked, batch.attention_mask)
         linked = batch.entity > 0
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
-        ends = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
-        rows.append((*ends, batch.entity[linked]))
+        # [H_s; H_e], (m, 2 hidden) each: what queries, answers and keys are made from.
+        spans = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
+        rows.append((*spans, batch.entity[linked]))
     of_queries, of_answers, X, entity = map(torch.cat, zip(*rows))      # (m, 2 hidden) each, (m,)
     if len(X) < 2:
         return

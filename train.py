@@ -8,7 +8,8 @@
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
-A cloze is a true claim with one mention masked.
+A cloze is a true claim with one mention masked. Linking is entity prediction once more, from the
+query of a memory layer.
 
     python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -76,7 +77,7 @@ class Settings:
     max_length: int = 512           # T, with them
     vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
     cluster: int = 256              # related passages that stand together (app. A.1)
-    mentions: int = 24              # a passage on average; of more, a sample is used
+    mentions: int = 24              # at most, per passage on average; of more, a sample is used
     mention_rate: float = 0.2       # share of mentions that are masked
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
@@ -102,7 +103,7 @@ class Settings:
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
-# What differs from the paper's numbers. toy: minutes on two cores. mini: a few hundred articles.
+# What differs from the paper's numbers. toy: ten minutes on a core. mini: a few hundred articles.
 # Their models are small and their steps few, so rates are ten times the paper's or more. A shard
 # offers all k, so that the search is exact whatever the number of processes.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
@@ -129,8 +130,11 @@ PRESETS = {
 # is this process's share of the mean over the whole batch: the sum of all processes' gradients is
 # then the gradient of the whole batch, whatever their number.
 #
-# `run` is an open run folder (class Run, below): settings, config, corpus, device. `recipe` is a
-# plain dictionary of all that determines a stage's result: kind, steps, lr, batch, …
+# `run` is an open run folder (class Run, below): settings, config, corpus, device. Its init is a
+# path to published weights or None, batch_tome_config the config with one memory layer, is_baseline
+# true without a mention memory; is_withheld and entity_kind (an index into KINDS) are (E,).
+# `recipe` is a plain dictionary of all that determines a stage's result: kind (the stage's name:
+# "batch-tome", "tome", "claims" or "qa"), steps, lr, batch, …
 
 class Stage(NamedTuple):
     """What train_stage asks of a stage."""
@@ -292,8 +296,9 @@ def tome_stage(run, recipe, start=None):
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
-        # Entities as Experts has this loss at its memory layer. So does TOME-2 at its second one:
-        # there MLM does not need it, and it would stop retrieving the mention's entity.
+        # Entities as Experts has this loss at its memory layer. So does TOME-2 here at its second
+        # one: MLM does without a second retrieval, and alone lets that layer stop retrieving the
+        # mention's entity.
         taught = layers if config.memory == "entities" else layers[1:]
         if taught and config.memory != "none":
             linking = sum(entity_prediction_loss(layer.scores, layer.entity, named)
@@ -334,8 +339,9 @@ def finetune_stage(run, recipe, start=None, examples=None):
         return examples_batch(run, task, chosen)
 
     def losses(batch, step):
-        """Labels from the claim's own encoding; answers by eq. 10, from the answer head and from
-        the query of the last memory layer, which is what retrieves."""
+        """Labels of claims from the mean of their mentions (claim_logits). Answers by eq. 10, with
+        z of the answer head as query ("qa"); of clozes also with that of the last memory layer
+        ("asked"): so it learns what to retrieve."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result = {}
         if task == "claims":
@@ -532,9 +538,9 @@ def say_of_file(path, lacks, unused):
 
 def start_from(run, tome, start):
     """--start (app. B.6): the weights of another checkpoint of ours or of the paper's own code, or
-    "scratch": fresh ones (with --init: BERT's) of another seed, since with BATCH-TOME's they would
-    equal the initial weights of the memory's encoder. What the checkpoint lacks, such as memory
-    layers, is fresh."""
+    "scratch": fresh ones (with --init: BERT's). Their seed is not BATCH-TOME's, else they would be
+    the very weights from which the memory's encoder was trained. What the checkpoint lacks, such as
+    memory layers, is fresh."""
     if start is None:
         return
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
@@ -549,7 +555,8 @@ def start_from(run, tome, start):
         if "encoder.key.linear.weight" in published:
             raise UserError(f"--start {start}: it is a BATCH-TOME; give it to --init")
     needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
-    if saved and (needed - saved.keys() or any(
+    layers = {name for name in saved if ".transformer." in name}
+    if saved and (needed - saved.keys() or layers - state.keys() or any(
             saved[name].shape != state[name].shape for name in state.keys() & saved.keys())):
         raise UserError(f"--start {start}: no TOME of these dimensions is in it")
     tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
@@ -575,9 +582,9 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     mentions: corpus numbers (data.eval_mentions). Returns, for each kind of entity, a dictionary:
 
     accuracy        share of masked tokens filled in rightly
-    entity          share of mentions whose entity eq. 10 names,
-    recall@20       … of whose entity a memory is among the 20 best of eq. 10, both without the
-                    entities that stand visibly in the passage
+    entity          share of masked mentions whose entity eq. 10 names
+    recall@20       share of them with a memory of their entity among the 20 best of eq. 10. For
+                    these two, entities that stand visibly in the passage are no candidates
     mass_masked     attention of the last memory layer on memories of the masked mention's entity
     mass_visible    … the same for the other mentions, if another passage has their entity
     n               masked mentions
@@ -737,9 +744,9 @@ def read_examples(run, task, path):
     cut = data.count_cut_mentions(examples, task, run.tokenizer, run.settings.max_length)
     nothing = sum(not e.mentions for e in examples)
     if cut or nothing:
-        say(f"{path}: {cut:,} mentions overlap others or stand behind max_length, and are not read;"
-            f" {nothing:,} of {len(examples):,} examples have no mention, so nothing is retrieved "
-            "for them.", sys.stderr)
+        say(f"{path}: {cut:,} mentions overlap others, stand behind max_length or are more than 32 "
+            f"in an example, and are not read; {nothing:,} of {len(examples):,} examples have no "
+            "mention, so nothing is retrieved for them.", sys.stderr)
     return examples
 
 def read_task_examples(run, task, path):
