@@ -24,6 +24,7 @@ H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 
 the loop, initial weights, what is measured, examples; then the run folder and the command line.
 """
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -251,21 +252,21 @@ def make_memory(run, file=None):
     encoder, before = load_model(run, "batch-tome")[0].encoder, None
     is_first = ann.rank_and_size()[0] == 0
     if file and checksum(file) not in run.saved["appended"]:
-        before, n = folder_of(run.out, run.saved, "memory"), len(run.corpus.article)
-        saved = run.saved | {"appended": [*run.saved["appended"], checksum(file)]}
+        old, before, n = run, run.folder("memory"), len(run.corpus.article)
+        run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
         if is_first:
-            make_corpus(run.out, saved, file, run)
+            make_corpus(run, file, old)
         ann.barrier()
-        run = load_run(run.out, saved, run.device.type)
+        run.open(old.device.type)
         say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
-    folder = folder_of(run.out, run.saved, "memory")
+    folder = run.folder("memory")
     if not folder.exists():
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
-                     recipe_of(run.saved, "memory"), before)
+                     run.recipe("memory"), before)
     if is_first:
         write_json(run.out / "run.json", run.saved)
-        sweep(run.out, "corpus", run.corpus.folder)
-        sweep(run.out, "memory", folder)
+        run.sweep("corpus")
+        run.sweep("memory")
     ann.barrier()
     say(f"memory: {read_manifest(folder)['n']:,} linked mentions in {folder}.")
 
@@ -566,7 +567,7 @@ def open_memory(run, tome, encoder, n_search=None):
     out. A baseline has its table of entities for both."""
     if tome.entities is not None:
         return tome.entities, tome.entities
-    folder = folder_of(run.out, run.saved, "memory")
+    folder = run.folder("memory")
     needs(folder.exists(), folder, "memory")
     memory = load_memory(folder, encoder, run.device).bucketed(n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
@@ -777,10 +778,16 @@ def clozes_of(run, example, rng):
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
 # ==== Set apart: the run folder ===================================================================
-# run.json holds the flags that a run was started with. Each artefact (corpus, batch-tome, memory,
-# tome, claims, qa) has a recipe: all that determines it, which follows from run.json, and the
-# identities of what it is made from. It is used only where it was made by this very recipe. Files
-# are written whole, and folders under another name until they are.
+# run.json holds the flags that a run was started with. From them follow six artefacts: corpus,
+# batch-tome, memory, tome, claims and qa. A stage leaves a file, such as tome.pt. The corpus and the
+# memory are folders whose names contain their recipe's identity, such as memory-1f2e3d4c.
+#
+# The recipe of an artefact is all that determines it: settings, flags of its stage, and the recipes
+# of what it is made from. Each artefact holds its recipe, and is used only where that is the one
+# wanted now. So nothing stale is used by mistake, whatever is changed or removed in between.
+#
+# Files are written whole, and folders have another name until they are. So whenever a command dies,
+# the same command goes on.
 
 NEW_RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {},
            "corpus": None, "text": None,        # a path, and the file's checksum
@@ -797,37 +804,43 @@ NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entitie
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "memory_fraction", "cloze_weight"},
             "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
-LIMITS = {      # the least and the most of a number, where it is not 1 to 65,536, or 0 to 1
-    "hidden": (2, 16384), "max_positions": (16, 65536), "vocab": (200, 10 ** 7),
-    "passage_length": (8, 65536), "max_length": (16, 65536), "coref_entities": (1, 10 ** 9),
-    "log_every": (1, 10 ** 9), "save_every": (1, 10 ** 9), "steps": (0, 10 ** 9), "lr": (1e-12, 10),
-    "dropout": (0, 0.9), "beta2": (0, 0.999999), "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100),
-    "cloze_weight": (0, 100)}
-CHOICES = {"memory_dtype": ("float16", "float32"), "gelu": ("none", "tanh"),
-           "precision": ("float32", "bfloat16"), "memory": ("mentions", "entities", "none")}
+# The types of all that --set can name. n_blocks is --blocks; the other three are no single values
+# or follow from the corpus.
+SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
+            if name not in ("schedule", "n_blocks", "vocab_size", "n_entities")}
+# The words that a setting may be, or the least and the most. Other whole numbers are from 1 to
+# 1,000,000, other numbers from 0 to 1.
+ALLOWED = {
+    "memory_dtype": ("float16", "float32"), "precision": ("float32", "bfloat16"),
+    "memory": ("mentions", "entities", "none"), "gelu": ("none", "tanh"),
+    "vocab": (200, 10 ** 6), "passage_length": (8, 10 ** 6), "max_length": (16, 10 ** 6),
+    "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
+    "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100), "cloze_weight": (0, 100)}
 
-def check_values(values, flag):
-    """Raises UserError for a setting out of its range."""
-    for name, value in values.items():
-        least, most = LIMITS.get(name, (1, 65536) if isinstance(value, int) else (0, 1))
-        if isinstance(value, str) and value not in CHOICES[name]:
-            raise UserError(f"{flag}{name}={value}: it is one of {', '.join(CHOICES[name])}")
-        if type(value) in (int, float) and not least <= value <= most:          # NaN is neither
-            raise UserError(f"{flag}{name}={value}: it is from {least:g} to {most:g}")
+def check(flag, name, value):
+    """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
+    allowed = ALLOWED.get(name, (1, 10 ** 6) if isinstance(value, int) else (0, 1))
+    if isinstance(value, str):
+        fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
+    else:
+        least, most = allowed
+        fits, wanted = least <= value <= most, f"from {least:g} to {most:g}"    # NaN does not fit
+    if not fits:
+        raise UserError(f"{flag}{name}={value}: it is {wanted}")
 
 def settings_of(saved):
-    """(Settings, Config) of run.json: the preset, --set, and the dimensions of published weights.
-    Raises UserError where these cannot be trained."""
+    """(Settings, Config) of run.json. --set replaces the preset's values, and the dimensions of
+    published weights replace both. Raises UserError where these cannot be trained."""
     bert = (saved["published"] or {}).get("config", {})
-    values = PRESETS[saved["preset"]] | saved["set"] | {"n_blocks": saved["blocks"]} | bert
+    values = PRESETS[saved["preset"]] | saved["set"] | bert | {"n_blocks": saved["blocks"]}
     settings, config = (
         replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
         for defaults in (Settings(), Config()))
-    check_values({name: value for name, value in (vars(settings) | vars(config)).items()
-                  if name not in ("vocab_size", "n_entities")}, "--set ")
+    for name in SETTABLE.keys() & values.keys():
+        check("--set ", name, values[name])
     if config.hidden % (2 * config.n_heads):
         raise UserError("--set: hidden is even, and a multiple of n_heads")
-    if config.n_upper > 1 and config.n_upper % config.n_blocks:
+    if config.n_upper % config.n_blocks and config.n_upper > 1:
         raise UserError("--set: n_upper is 1 or a multiple of --blocks")
     if settings.max_length > config.max_positions:
         raise UserError("--set: max_length is at most max_positions")
@@ -836,56 +849,9 @@ def settings_of(saved):
             raise UserError(f"--set {name}: it is {bert[name]} in what --init names; leave it out")
     return settings, config
 
-def schedule_of(saved, kind):
-    """The preset's Schedule of a stage."""
-    settings, config = settings_of(saved)
-    schedule = settings.schedule[kind]
-    if kind == "tome" and config.memory != "mentions":      # a baseline has no batch-tome
-        first = settings.schedule["batch-tome"]
-        schedule = replace(first, steps=first.steps + schedule.steps)
-    if kind == "batch-tome" and saved["published"] and saved["published"]["trained"]:
-        schedule = replace(schedule, steps=0)
-    return schedule
-
-def recipe_of(saved, kind):
-    """All that determines an artefact, in plain values. saved: run.json."""
-    settings, config = settings_of(saved)
-    recipe = {"kind": kind, "format": data.FORMAT}
-    if kind == "corpus":        # known by its text, not its path: it may have moved
-        vocab = saved["published"]["vocab"] if saved["init"] else settings.vocab
-        return recipe | {"text": saved["text"], "appended": saved["appended"], "vocab": vocab,
-                         "passage_length": settings.passage_length,
-                         "max_length": settings.max_length}
-    if kind == "memory":
-        recipe["memory_dtype"] = settings.memory_dtype
-    else:                       # what is trained never reads what was appended
-        saved = saved | {"appended": []}
-        schedule = schedule_of(saved, kind)
-        flags = {"steps": schedule.steps, "batch": schedule.batch, "lr": schedule.lr,
-                 "start": None, "examples": None, "n_search": None}
-        flags |= saved["stages"].get(kind, {})
-        read = {name: value for name, value in (vars(settings) | vars(config)).items()
-                if name not in NO_RESULT | NOT_READ[kind]}
-        recipe |= {"preset": saved["preset"], "seed": saved["seed"], **read, **flags,
-                   "warmup": min(schedule.warmup, flags["steps"] // 10)}
-    made_from = {source: identity(recipe_of(saved, source)) for source in SOURCES[kind]}
-    return recipe | {"published": saved["published"], "made_from": made_from}
-
-def identity(recipe):
-    """A recipe in one word: equal for equal recipes, whatever their order."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-def compare(path, made, wanted):
-    """Raises UserError where an artefact was made by another recipe than is wanted."""
-    for name in [*wanted, *made]:
-        was, now = made.get(name), wanted.get(name)
-        if was != now and name == "made_from":
-            source = [kind for kind in now if dict(was or {}).get(kind) != now[kind]][0]
-            raise UserError(f"{path} was made from another {source}; remove it to make it again, "
-                            "or choose another --out")
-        if was != now:
-            raise UserError(f"{path} was made with --{name} {was}, not {now}; remove it to make it "
-                            "again, or choose another --out")
+def stage_of(kind):
+    """What --stage calls it."""
+    return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
 
 def needs(there, path, kind, how="missing"):
     """Raises UserError where an artefact that a command needs is not there."""
@@ -893,16 +859,30 @@ def needs(there, path, kind, how="missing"):
         raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
                         f"--out {path.parent}")
 
-def stage_of(kind):
-    """What --stage calls it."""
-    return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
+def identity(recipe):
+    """A recipe in one word: equal for equal recipes, whatever their order."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+def compare(path, made, wanted):
+    """Raises UserError where an artefact was made by another recipe than is wanted. Names the first
+    field that differs, with both values, or the artefact that it should have been made from."""
+    for name in [*wanted, *made]:
+        was, now = made.get(name), wanted.get(name)
+        if was == now:
+            continue
+        how = f"with --{name} {was}, not {now}"
+        if name == "made_from":
+            others = [kind for kind in now if dict(was or {}).get(kind) != now[kind]]
+            how = f"from another {others[0]}"
+        raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
+                        "--out")
 
 def is_done(checkpoint):
     """Whether a stage has made, and evaluated, its last step."""
     return checkpoint is not None and checkpoint["evaluated"] >= checkpoint["recipe"]["steps"]
 
 def read_checkpoint(path):
-    """The dictionary of a .pt file. Objects are never unpickled."""
+    """The dictionary of a .pt file. Objects are never unpickled: a stranger's file runs no code."""
     with intact(path):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
@@ -913,40 +893,36 @@ def read_checkpoint(path):
             raise ValueError("it is of another format")
         return checkpoint
 
-def find_checkpoint(out, saved, kind):
-    """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that is
-    there was made by another recipe. A stage that is not done may go on at another --lr."""
-    path, wanted = Path(out) / f"{kind}.pt", recipe_of(saved, kind)
-    if not path.exists():
-        return None
-    checkpoint = read_checkpoint(path)
-    with intact(path):
-        made = checkpoint["recipe"]
-        if not is_done(checkpoint):
-            made = made | {"lr": wanted["lr"]}
-        compare(path, made, wanted)
-    return checkpoint
-
-@dataclass
 class Run:
-    """A run folder, opened."""
-    out: Path
-    saved: dict                 # run.json
-    settings: Settings
-    config: Config
-    corpus: data.Corpus
-    tokenizer: object
-    device: torch.device
+    """A run folder, as run.json (`saved`) describes it. open() adds its corpus, tokenizer and
+    device, and the sizes of config that follow from the corpus. Neither writes anything."""
 
-    def __post_init__(self):
-        self.seed = self.saved["seed"]
-        self.init = self.saved["init"]          # published weights that batch-tome starts from
-        # batch-tome comes trained, in a file of the paper's own code (--init FILE).
-        self.is_published = bool(self.init) and self.saved["published"]["trained"]
+    def __init__(self, out, saved):
+        self.out, self.saved, self.seed = Path(out), saved, saved["seed"]
+        self.settings, self.config = settings_of(saved)
+        # Published weights that batch-tome starts from: a BERT's, or a file of the paper's own
+        # code, in which batch-tome comes trained.
+        self.init = saved["init"]
+        self.is_published = bool(self.init) and saved["published"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
         self.is_baseline = self.config.memory != "mentions"
+
+    def open(self, device=None):
+        """Returns the run. Raises UserError where the corpus is missing, damaged or another."""
+        folder = self.folder("corpus")
+        needs(folder.exists(), folder, "tome")
+        self.corpus = data.Corpus(folder)
+        compare(folder, self.corpus.meta["recipe"], self.recipe("corpus"))
+        self.tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+        self.device = choose_device(device)
+        words, entities = self.corpus.vocab_size, len(self.corpus.entity_names)
+        if self.init:                       # a published table may have rows that no word uses
+            words = max(words, self.config.vocab_size)
+        self.config = replace(self.config, vocab_size=words,
+                              n_entities=entities if self.is_baseline else 0)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
+        return self
 
     @cached_property
     def is_withheld(self):
@@ -961,43 +937,110 @@ class Run:
         """(E,) index into KINDS: an entity that a training passage links is seen or withheld."""
         return np.where(self.corpus.entity_count == 0, 1, np.where(self.is_withheld, 2, 0))
 
-def folder_of(out, saved, kind):
-    """Where the corpus or memory is. Another recipe has another folder."""
-    return Path(out) / f"{kind}-{identity(recipe_of(saved, kind))[:8]}"
+    def stages_to(self, kind):
+        """The stages that lead to this one, and itself at the end."""
+        stages = ["tome"] if self.is_baseline else ["batch-tome", "memory", "tome"]
+        if kind in ("claims", "qa"):
+            return [*stages, kind]
+        if kind not in stages:
+            raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
+        return stages[:stages.index(kind) + 1]
+
+    def schedule(self, kind):
+        """The preset's Schedule of a stage. A baseline has no batch-tome: its tome also makes the
+        steps of that one. A batch-tome that comes trained makes none."""
+        first, schedule = self.settings.schedule["batch-tome"], self.settings.schedule[kind]
+        if kind == "tome" and self.is_baseline:
+            return replace(first, steps=first.steps + schedule.steps)
+        if kind == "batch-tome" and self.is_published:
+            return replace(first, steps=0)
+        return schedule
+
+    def recipe(self, kind):
+        """All that determines an artefact, in plain values."""
+        run, settings = self, self.settings
+        recipe = {"kind": kind, "format": data.FORMAT}
+        if kind == "corpus":        # known by its text, not its path: it may have moved
+            vocab = self.saved["published"]["vocab"] if self.init else settings.vocab
+            return recipe | {"text": self.saved["text"], "appended": self.saved["appended"],
+                             "vocab": vocab, "passage_length": settings.passage_length,
+                             "max_length": settings.max_length}
+        if kind == "memory":
+            recipe["memory_dtype"] = settings.memory_dtype
+        else:                       # what is trained never reads what was appended
+            run, schedule = Run(self.out, self.saved | {"appended": []}), self.schedule(kind)
+            flags = {"steps": schedule.steps, "batch": schedule.batch, "lr": schedule.lr,
+                     "start": None, "examples": None, "n_search": None}
+            flags |= self.saved["stages"].get(kind, {})
+            read = {name: value for name, value in (vars(settings) | vars(self.config)).items()
+                    if name not in NO_RESULT | NOT_READ[kind]}
+            recipe |= {"preset": self.saved["preset"], "seed": self.seed, **read, **flags,
+                       "warmup": min(schedule.warmup, flags["steps"] // 10)}
+        made_from = {source: identity(run.recipe(source)) for source in SOURCES[kind]}
+        return recipe | {"published": self.saved["published"], "made_from": made_from}
+
+    def folder(self, kind):
+        """Where the corpus or memory is. Another recipe has another folder."""
+        return self.out / f"{kind}-{identity(self.recipe(kind))[:8]}"
+
+    def sweep(self, kind):
+        """Removes what earlier commands left of this kind. What cannot be removed stays."""
+        for path in self.out.glob(f"{kind}-????????*"):
+            if path.name.removesuffix(".part") != self.folder(kind).name:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def checkpoint(self, kind):
+        """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that
+        is there was made by another recipe. A stage that is not done may go on at another --lr."""
+        path, wanted = self.out / f"{kind}.pt", self.recipe(kind)
+        if not path.exists():
+            return None
+        checkpoint = read_checkpoint(path)
+        with intact(path):
+            made = checkpoint["recipe"]
+            if not is_done(checkpoint):
+                made = made | {"lr": wanted["lr"]}
+            compare(path, made, wanted)
+        return checkpoint
 
 def load_model(run, kind="tome"):
     """(model, fingerprint of its Mention Encoder) of a stage that is done."""
-    path, checkpoint = run.out / f"{kind}.pt", find_checkpoint(run.out, run.saved, kind)
-    needs(checkpoint, path, kind)
-    needs(is_done(checkpoint), path, kind, "unfinished")
+    path, checkpoint = run.out / f"{kind}.pt", run.checkpoint(kind)
+    needs(is_done(checkpoint), path, kind, "unfinished" if checkpoint else "missing")
     model = TOME(run.config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))
     with intact(path):
         model.load_state_dict(checkpoint["best"] or checkpoint["model"])
     return model.to(run.device).eval(), checkpoint["encoder"]
 
-def read_run_file(out):
-    """OUT/run.json: what the run was started with."""
+def read_run(out):
+    """The Run of OUT/run.json, not opened."""
     path = Path(out) / "run.json"
     needs(path.exists(), path, "tome")
     with intact(path, remedy="choose another --out"):
         saved = read_json(path)
         if saved.keys() != NEW_RUN.keys() or saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved.get('format')}, this version reads {data.FORMAT}")
-        settings_of(saved)
-        return saved
+        return Run(out, saved)
+
+def open_run(out, task=None, device=None, n_search=None):
+    """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
+    fast_matmul()
+    run = read_run(out).open(device)
+    tome, encoder = load_model(run, task or "tome")
+    return run, tome, open_memory(run, tome, encoder, n_search)[0]
+
+# ---- What a command changes in it ----------------------------------------------------------------
 
 def settle(args):
-    """run.json as this command implies it, with the flags of earlier ones; checked as a whole. It
-    is an error if what is there, up to the stage named, was made by other recipes. Writes
-    nothing."""
-    out, saved, kind = Path(args.out), NEW_RUN, args.task or args.stage
+    """The Run that this command asks for: its flags, and those of earlier commands. All mistakes
+    that can be found are found here, before anything is written or trained: it is an error, too, if
+    what is there, up to the stage named, was made by other recipes."""
+    out, kind, saved = Path(args.out), args.task or args.stage, NEW_RUN
     if (out / "run.json").exists():
-        saved = read_run_file(out)
-    given = {"preset": args.preset, "seed": args.seed, "blocks": args.blocks, "set": args.set,
-             "corpus": args.corpus and os.path.abspath(args.corpus),
-             "init": args.init and os.path.abspath(args.init)}
-    saved = saved | {name: value for name, value in given.items() if value is not None}
-    corpus, init = saved["corpus"], saved["init"]
+        saved = read_run(out).saved
+    saved = saved | {name: value for name, value in vars(args).items()
+                     if name in NEW_RUN and value is not None}
+    corpus = saved["corpus"]
     if corpus is None:
         saved["text"] = f"toy world {saved['seed']}"
     elif os.path.isfile(corpus):
@@ -1005,41 +1048,37 @@ def settle(args):
     elif args.corpus or saved["text"] is None:      # else the tokenised one will do
         raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
     if args.init:
-        saved["published"] = describe_published(init, saved | {"published": None})
-    settings_of(saved)
-    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")}
-    flags = {name: value for name, value in flags.items() if value is not None}
-    check_values({name: flags[name] for name in ("steps", "batch", "lr") if name in flags}, "--")
-    if args.start:
-        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-    if args.examples:
-        data.read_examples(args.examples, args.task)            # said before hours of training
-        files = [args.examples, *dev_files(args.examples)]
-        flags["examples"] = [checksum(file) for file in files]
-    elif args.task and corpus:
-        raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
+        saved["published"] = describe_published(saved | {"published": None})
+    run = Run(out, saved)
+    flags = flags_of_stage(run, args)
     if (out / f"{kind}.pt").exists():               # what is left out stays as it was begun
         begun = saved["stages"].get(kind, {})
         flags = {name: begun[name] for name in begun if name != "examples"} | flags
-    others = {name: saved["stages"][name] for name in saved["stages"] if name != kind}
-    saved["stages"] = others | ({kind: flags} if flags else {})
-    for name in stages_to(saved, kind):
-        if name in STAGES:
-            find_checkpoint(out, saved, name)
-    return saved
+    saved["stages"] = saved["stages"] | {kind: flags}
+    for name in run.stages_to(kind):
+        run.checkpoint(name)
+    return run
 
-def stages_to(saved, kind):
-    """The stages that lead to this one, and itself at the end. Raises UserError if none do."""
-    kinds = ["batch-tome", "memory", "tome", "claims", "qa"]
-    if settings_of(saved)[1].memory != "mentions":
-        kinds = ["tome", "claims", "qa"]
-    if kind not in kinds:
-        raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
-    return [name for name in kinds[:kinds.index(kind)] if name not in ("claims", "qa")] + [kind]
+def flags_of_stage(run, args):
+    """What the command says of the stage named. Files are known by their checksums."""
+    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    for name, value in flags.items():
+        check("--", name, value)
+    if args.start:
+        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
+    if args.examples:
+        data.read_examples(args.examples, args.task)            # only for its errors
+        files = [args.examples, *dev_files(args.examples)]
+        flags["examples"] = [checksum(file) for file in files]
+    elif args.task and run.saved["corpus"]:
+        raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
+    return flags
 
-def describe_published(init, saved):
+def describe_published(saved):
     """What run.json holds of --init: its dimensions, identities of its vocabulary and weights, and
     whether it is trained, as a BATCH-TOME of the paper's own code is."""
+    init = saved["init"]
     config, state, _, _ = read_published(init, settings_of(saved)[1])
     trained, vocab = "encoder.key.linear.weight" in state, beside(init, "vocab.txt")
     if vocab is None:
@@ -1054,25 +1093,23 @@ def describe_published(init, saved):
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(state[name].contiguous().numpy().tobytes())
-    config = replace(config, n_blocks=saved["blocks"])
     return {"config": asdict(config), "vocab": checksum(vocab), "weights": digest.hexdigest(),
             "trained": trained}
 
-def make_run(out, saved, device=None):
-    """Writes run.json, makes the corpus where there is none, and opens the run. The first process
-    does it; the others wait."""
+def prepare(run):
+    """Writes run.json, and makes the toy world and the corpus where there are none. The first
+    process does it; the others wait. What was appended is not in --corpus: where it is lost, that
+    is said once, and the next command starts without it."""
     if ann.rank_and_size()[0] == 0:
-        folder = folder_of(out, saved, "corpus")
-        if saved["appended"] and not folder.exists():
-            write_json(Path(out, "run.json"), saved | {"appended": []})
+        file, folder = run.out / "run.json", run.folder("corpus")
+        if run.saved["appended"] and not folder.exists():
+            write_json(file, run.saved | {"appended": []})
             raise UserError(f"{folder} is missing, and with it all that was appended; the same "
                             "command makes the corpus again: then append those files again")
-        write_json(Path(out, "run.json"), saved)
-        source = saved["corpus"] or make_world(Path(out, "world"), saved["seed"])
-        make_corpus(out, saved, source)
-        sweep(out, "corpus", folder)
+        write_json(file, run.saved)
+        make_corpus(run, run.saved["corpus"] or make_world(run.out / "world", run.seed))
+        run.sweep("corpus")
     ann.barrier()
-    return load_run(out, saved, device)
 
 def make_world(folder, seed):
     """The toy world of that seed, made again where it is another's or damaged. Returns its corpus
@@ -1088,67 +1125,38 @@ def make_world(folder, seed):
     data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
     return folder / "corpus.jsonl"
 
-def make_corpus(out, saved, source, run=None):
-    """Tokenises `source` into the corpus of run.json, `saved`, if it is not there yet. Of a `run`:
-    its corpus and tokenizer stay, and the source follows."""
-    recipe, folder = recipe_of(saved, "corpus"), folder_of(out, saved, "corpus")
+def make_corpus(run, source, before=None):
+    """Tokenises `source` into the corpus of the run, if it is not there yet. Of a run `before` the
+    corpus and tokenizer stay, and the source follows."""
+    recipe, folder = run.recipe("corpus"), run.folder("corpus")
     if folder.exists():
         return
     say(f"Tokenising {source}.")
-    if run:
-        tokenizer = run.tokenizer
-    elif saved["init"]:
-        tokenizer = data.load_tokenizer(beside(saved["init"], "vocab.txt"))
+    if before:
+        tokenizer = before.tokenizer
+    elif run.init:
+        tokenizer = data.load_tokenizer(beside(run.init, "vocab.txt"))
     else:
         texts = (text.text for text in data.read_corpus(source))
         tokenizer = data.train_tokenizer(texts, recipe["vocab"])
     corpus = data.Corpus.build(source, folder, tokenizer, recipe["passage_length"],
-                               recipe["max_length"], recipe, run and run.corpus)
+                               recipe["max_length"], recipe, before and before.corpus)
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
-def load_run(out, saved, device=None):
-    """The run that run.json describes, its corpus opened. Writes nothing."""
-    settings, config = settings_of(saved)
-    folder = folder_of(out, saved, "corpus")
-    needs(folder.exists(), folder, "tome")
-    corpus = data.Corpus(folder)
-    compare(folder, corpus.meta["recipe"], recipe_of(saved, "corpus"))
-    words = max(corpus.vocab_size, config.vocab_size) if saved["init"] else corpus.vocab_size
-    entities = 0 if config.memory == "mentions" else len(corpus.entity_names)
-    config = replace(config, vocab_size=words, n_entities=entities)
-    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
-    return Run(Path(out), saved, settings, config, corpus, tokenizer, choose_device(device))
-
-def open_run(out, task=None, device=None, n_search=None):
-    """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
-    fast_matmul()
-    run = load_run(out, read_run_file(out), device)
-    tome, encoder = load_model(run, task or "tome")
-    return run, tome, open_memory(run, tome, encoder, n_search)[0]
-
-def sweep(out, kind, keep):
-    """Removes what earlier commands left of this kind. What cannot be removed stays."""
-    for path in Path(out).glob(f"{kind}-????????*"):
-        if path.name.removesuffix(".part") != keep.name:
-            shutil.rmtree(path, ignore_errors=True)
-
 def log(out, record):
-    """Appends to log.jsonl, durably. After a crash a step can stand there twice, equally."""
+    """Adds a line to log.jsonl. After a crash a step can stand there twice, equally."""
     if ann.rank_and_size()[0] == 0:
-        with open(out / "log.jsonl", "ab+") as file:
-            file.seek(max(0, file.tell() - 1))
-            if file.read() not in (b"", b"\n"):         # a crash cut the last line off
-                file.write(b"\n")
-            file.write(json.dumps(record).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        path = out / "log.jsonl"
+        earlier = path.read_bytes() if path.exists() else b""
+        write_file(path, lambda file: file.write(earlier + json.dumps(record).encode() + b"\n"))
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and keeps other commands out of it. The first process holds the lock;
-    the system takes it back however that ends."""
+    """Makes the run folder and keeps other commands out of it: the first process locks it, and the
+    system takes the lock back however that ends. Nothing is written through a link, to what lies
+    outside. A new folder in which nothing was written goes again."""
     if ann.rank_and_size()[0] > 0:
         yield
         return
@@ -1156,26 +1164,18 @@ def alone_in(out):
     os.makedirs(out, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
-        lock(folder, out)
-        for path in Path(out).iterdir():
-            is_written = path.name in ("world", "log.jsonl") or path.suffix == ".part"
-            if path.is_symlink() and is_written:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in Path(out).glob("*.part"):
+            if path.is_symlink():
                 raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
         yield
+    except BlockingIOError:
+        raise UserError(f"--out {out}: another train.py is at work there") from None
     finally:
         os.close(folder)
         if is_new:
             with suppress(OSError):     # it is not empty
                 os.rmdir(out)
-
-def lock(folder, out):
-    try:
-        import fcntl                    # not on Windows
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--out {out}: another train.py is at work there") from None
-    except (OSError, ImportError):
-        say(f"{out} cannot be locked: start no second train.py there.")
 
 # ==== Set apart: the command line =================================================================
 
@@ -1214,17 +1214,23 @@ def choose_device(name=None):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     return torch.device("cpu")
 
-def one_setting(text):
+def join_processes(device):
+    """Where torchrun started several: this one joins the others. A process that dies closes its
+    connections, so the others know at once. The time limit is for the living, which wait while the
+    first one tokenises the corpus."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        device = choose_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))
+
+def setting(text):
     """NAME=VALUE -> (name, value), of the type that the field has."""
-    known = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
-             if name not in ("schedule", "n_blocks", "vocab_size", "n_entities")}
     name, _, value = text.partition("=")
-    if name not in known:
-        raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(known)}")
-    try:
-        return name, known[name](value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: {name} is a {known[name].__name__}") from None
+    if name not in SETTABLE:
+        raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(SETTABLE)}")
+    return name, SETTABLE[name](value)      # argparse names what this cannot convert
 
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
@@ -1236,7 +1242,8 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--stage", choices=("batch-tome", "memory", "tome", "finetune"), required=True)
     add("--preset", choices=list(PRESETS))
-    add("--corpus", help="JSON lines, plain or .gz (README); none: the toy world")
+    add("--corpus", type=os.path.abspath, metavar="FILE",
+        help="JSON lines, plain or .gz (README); none: the toy world")
     add("--out", help="folder of the run (default: runs/<preset>)")
     add("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
     add("--task", choices=("claims", "qa"), help="of --stage finetune")
@@ -1246,12 +1253,12 @@ def parse_arguments(argv):
     add("--lr", type=float, help="largest learning rate, likewise")
     add("--seed", type=data.at_least(0))
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--init", metavar="PATH", help="a BERT's folder that batch-tome starts from, or a "
-        "BATCH-TOME file of the paper's own code, which is taken as trained")
+    add("--init", type=os.path.abspath, metavar="PATH", help="a BERT's folder that batch-tome starts "
+        "from, or a BATCH-TOME file of the paper's own code, which is taken as trained")
     add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
     add("--start", metavar="FILE", help="start from the weights of this .pt file, or of a TOME "
         "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
-    add("--set", action="append", type=one_setting, metavar="NAME=VALUE", help="a field of "
+    add("--set", action="append", type=setting, metavar="NAME=VALUE", help="a field of "
         "Settings or Config, such as memory=entities (a baseline); may be repeated")
     add("--n-search", type=data.at_least(1), help="search the memory in so many of 4 sqrt(N) "
         "buckets (app. C.1) for N memories in a process (default: exactly)")
@@ -1267,33 +1274,35 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """The stage named, after the stages before it that are not done."""
-    named, out = args.task or args.stage, Path(args.out)
-    if args.append:                     # to what is there; this never trains
-        return make_memory(load_run(out, settle(args), args.device), args.append)
-    run = make_run(out, settle(args), args.device)
-    for kind in stages_to(run.saved, named):
-        started = time.time()
+    """The stage named, after the stages before it that are not done. --append trains nothing: it
+    adds to a memory that is there."""
+    run, named = settle(args), args.task or args.stage
+    if args.append:
+        make_memory(run.open(args.device), args.append)
+        return
+    prepare(run)
+    run.open(args.device)
+    for kind in run.stages_to(named):
+        checkpoint, recipe, started = run.checkpoint(kind), run.recipe(kind), time.time()
         if kind == "memory":
             make_memory(run)
-            continue
-        checkpoint, inputs = find_checkpoint(out, run.saved, kind), {}
-        if kind == named:
-            inputs = {name: getattr(args, name) for name in ("start", "examples")
-                      if getattr(args, name)}
-        if is_done(checkpoint):
-            say(f"{kind}: already trained ({out / kind}.pt).")
-            continue
-        say(f"Stage {kind}.")
-        recipe = recipe_of(run.saved, kind)
-        train_stage(run, STAGES[kind](run, recipe, **inputs), recipe, checkpoint)
-        if recipe["steps"] == 0:
-            say(f"{kind}: taken as trained.")
-        say(f"Stage {kind} done in {time.time() - started:.0f} s.")
+        elif is_done(checkpoint):
+            say(f"{kind}: already trained ({run.out / kind}.pt).")
+        else:
+            say(f"Stage {kind}.")
+            files = {name: getattr(args, name) for name in ("start", "examples")
+                     if kind == named and getattr(args, name)}
+            train_stage(run, STAGES[kind](run, recipe, **files), recipe, checkpoint)
+            how = "done" if recipe["steps"] else "taken as trained"
+            say(f"Stage {kind} {how} in {time.time() - started:.0f} s.")
 
 def report(args):
-    """eval.py's report, as a command of its own."""
+    """eval.py's report, as a command of its own. Returns the exit status. Several processes only
+    name the command: a memory that fills them all may be too much for one."""
     command = [sys.executable, Path(__file__).with_name("eval.py"), "--out", args.out]
+    if ann.rank_and_size()[1] > 1:
+        say(f"Done; python eval.py --out {args.out} shows what was learnt.")
+        return 0
     for flag in ("task", "device", "n_search"):
         if getattr(args, flag):
             command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
@@ -1302,44 +1311,35 @@ def report(args):
 
 def main(argv=None):
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
-    args, several = parse_arguments(argv), int(os.environ.get("WORLD_SIZE", 1)) > 1
+    args, status = parse_arguments(argv), 0
     try:
         # In the loop of train_stage another handler lets the step at work be ended and saved first.
         with signals_to(signal.default_int_handler):
             fast_matmul()
-            if several:
-                cuda = args.device != "cpu" and torch.cuda.is_available()
-                if cuda:
-                    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-                # A process that dies closes its connections, so the others know at once. The limit
-                # is for the living, which wait while the first one tokenises the corpus.
-                dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(days=1))
+            join_processes(args.device)
             with alone_in(args.out):
                 train(args)
-            if args.stage in ("memory", "batch-tome") or args.quiet:
-                return 0
-            if several:
-                say(f"Done; python eval.py --out {args.out} shows what was learnt.")
-                return 0
-            return report(args)
+            if args.stage in ("tome", "finetune") and not args.quiet:
+                status = report(args)
     except KeyboardInterrupt as stop:
         say(str(stop) or "Stopped; the same command goes on from there.")
-        return 130
+        status = 130
     except (UserError, OSError) as error:
         if isinstance(error, OSError):
             error.filename = error.filename or args.out
-        return data.complain("train.py", error)
+        status = data.complain("train.py", error)
     except RuntimeError as error:           # neither gloo nor a full memory has an exception
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        if several and ("gloo" in str(error) or isinstance(error, dist.DistError)):
+        if "gloo" in str(error) or isinstance(error, dist.DistError):
             reason = f"another process has ended or cannot be reached ({reason})"
         elif "allocate" not in str(error) and "out of memory" not in str(error):
             raise
-        return data.complain("train.py", f"{reason}; the same command goes on from the last "
-                             "checkpoint")
+        status = data.complain("train.py", f"{reason}; the same command goes on from the last "
+                               "checkpoint")
     finally:
-        if several and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
+    return status
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8

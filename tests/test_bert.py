@@ -224,7 +224,8 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
     saved = train.NEW_RUN | {"preset": "mini", "init": str(folder), "published": {"trained": False}}
-    run = train.Run(tmp_path, saved, train.Settings(), config, corpus, tokenizer, torch.device("cpu"))
+    run = train.Run(tmp_path, saved)
+    run.config, run.batch_tome_config, run.corpus, run.tokenizer = config, replace(config, n_blocks=1), corpus, tokenizer
     tome = train.new_batch_tome(run).tome
     tokens, mask = padded_passages()
     states, _ = bert_forward(tensors, tokens, mask)
@@ -395,7 +396,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "tokenizer.json")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
-    run = train.load_run(out, train.read_run_file(out))
+    run = train.read_run(out).open()
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (2, 1, blocks)
 

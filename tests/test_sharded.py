@@ -39,8 +39,8 @@ def folder(small_world, tmp_path_factory):
 
 def stage_of(folder, kind):
     """The stage, as train.train gives it to train_stage: from the checkpoints in the folder."""
-    run = train.load_run(folder, train.read_run_file(folder), "cpu")
-    recipe = train.recipe_of(run.saved, kind)
+    run = train.read_run(folder).open("cpu")
+    recipe = run.recipe(kind)
     torch.manual_seed(0)        # batch-tome.pt is there, so its stage leaves the weights to the loop
     inputs = {"examples": folder / f"{kind}.jsonl"} if kind in ("claims", "qa") else {}
     return run, recipe, train.STAGES[kind](run, recipe, **inputs)
@@ -80,7 +80,7 @@ def process(rank, size, folder, stages, results):
             result |= {"ids": [f.ids for f in found], "n_local": n_local[0]}
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
-        run = train.load_run(folder, train.read_run_file(folder), "cpu")
+        run = train.read_run(folder).open("cpu")
         encoder = train.load_model(run, "batch-tome")[0].encoder
         memory_file.build_memory(encoder, run.corpus, folder / "by_two", run.device, np.float32, {})
     else:

@@ -284,7 +284,7 @@ def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_p
     assert run("--stage", "batch-tome", "--out", out, "--seed", 5, "--steps", 1) == 0
     lines, _ = data.toy_world(5)
     held = [json.loads(line) for line in (out / "world" / "corpus.jsonl").read_text().splitlines()]
-    assert held == json.loads(json.dumps(lines)) and train.read_run_file(out)["seed"] == 5
+    assert held == json.loads(json.dumps(lines)) and train.read_run(out).seed == 5
     assert run("--stage", "batch-tome", "--out", out, "--seed", 0) == 1
     assert f"{out}/batch-tome.pt was made with --seed 5, not 0" in capsys.readouterr().err
 
@@ -320,13 +320,6 @@ def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_
     assert run("--stage", "tome", "--corpus", tmp_path / "c.jsonl", "--out", tmp_path / "run") == 1
     message = capsys.readouterr().err
     assert "held out" in message and message.count("\n") == 1
-
-def test_a_line_of_the_log_that_a_crash_cut_off_does_not_swallow_the_next_one(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"stage": "tome", "step": 4}\n{"stage": "to')
-    for step in (5, 6):
-        train.log(tmp_path, {"stage": "tome", "step": step})
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert lines[1] == '{"stage": "to' and [json.loads(lines[i])["step"] for i in (0, 2, 3)] == [4, 5, 6]
 
 def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
     """It sends and receives rows: of float16 in a memory of float16."""
@@ -449,7 +442,7 @@ def test_a_finished_stage_is_not_taken_for_another(trained, small_world, capsys,
     ("save_every", 3, []), ("cloze_weight", 0.5, []), ("passage_length", 60, ["batch-tome.pt"])])
 def test_files_of_another_setting_are_refused_by_the_stages_that_read_it(trained, small_world, capsys, name, value, read_by):
     """run.json alone is of another command: what the files themselves say counts."""
-    saved = train.read_run_file(trained)
+    saved = data.read_json(trained / "run.json")
     data.write_json(trained / "run.json", saved | {"set": {name: value}})
     code = run("--stage", "tome", "--corpus", small_world, "--out", trained)
     message = capsys.readouterr().err
@@ -468,8 +461,10 @@ def test_other_weights_of_the_bert_are_another_run(tiny, small_world, tmp_path):
     saved = dict(train.NEW_RUN, init="/bert", published=bert, text=1)
     for kind, change in (("corpus", {"published": bert | {"vocab": 9}}), ("corpus", {"appended": [7]}),
                          ("batch-tome", {"published": bert | {"weights": "b"}}), ("memory", {"appended": [7]})):
-        assert train.identity(train.recipe_of(saved, kind)) != train.identity(train.recipe_of(saved | change, kind))
-    assert train.recipe_of(saved, "tome") == train.recipe_of(saved | {"appended": [7]}, "tome")
+        recipes = [train.Run(tmp_path, values).recipe(kind) for values in (saved, saved | change)]
+        assert train.identity(recipes[0]) != train.identity(recipes[1])
+    tome = [train.Run(tmp_path, values).recipe("tome") for values in (saved, saved | {"appended": [7]})]
+    assert tome[0] == tome[1]
 
 # -- readers, links
 
@@ -505,11 +500,11 @@ def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
     out.mkdir()
     other.write_text("mine")
     command = "--stage", "batch-tome", "--corpus", small_world, "--out", out
-    for name in ("log.jsonl", "world", "corpus-12345678.part"):
-        (out / name).symlink_to(other)
-        assert run(*command) == 1 and f"{out / name} is a link" in capsys.readouterr().err
-        (out / name).unlink()
-    for name in ("log.jsonl.tmp", "run.json.tmp", "batch-tome.pt.tmp"):
+    part = out / "corpus-12345678.part"
+    part.symlink_to(other)
+    assert run(*command) == 1 and f"{part} is a link" in capsys.readouterr().err
+    part.unlink()
+    for name in ("world", "log.jsonl", "log.jsonl.tmp", "run.json.tmp", "batch-tome.pt.tmp"):
         (out / name).symlink_to(other)
     assert run(*command) == 0
     assert other.read_text() == "mine" and not (out / "batch-tome.pt").is_symlink()
@@ -622,7 +617,7 @@ def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
         return max((a[name] - b[name]).abs().max().item() for name in a)
 
     assert far(again, first) < 0.0015 < 0.003 < far(scratch, first)     # a step away; four and more
-    loaded, word = train.load_run(trained, train.read_run_file(trained)), "embeddings.word.weight"
+    loaded, word = train.read_run(trained).open(), "embeddings.word.weight"
     began, other = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]} for seed in (None, loaded.seed + 1))
     assert far(other, scratch) < 0.02 < 0.1 < far(began, scratch)       # what the memory's encoder began with is no stranger
 
