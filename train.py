@@ -778,16 +778,16 @@ def clozes_of(run, example, rng):
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
 # ==== Set apart: the run folder ===================================================================
-# run.json holds the flags that a run was started with. From them follow six artefacts: corpus,
-# batch-tome, memory, tome, claims and qa. A stage leaves a file, such as tome.pt. The corpus and the
-# memory are folders whose names contain their recipe's identity, such as memory-1f2e3d4c.
+# run.json holds the flags that a run was started with. Six artefacts follow from them: corpus,
+# batch-tome, memory, tome, claims and qa. A stage leaves a file, such as tome.pt. The corpus and
+# the memory are folders, whose names contain their recipe's identity, such as memory-1f2e3d4c.
 #
-# The recipe of an artefact is all that determines it: settings, flags of its stage, and the recipes
-# of what it is made from. Each artefact holds its recipe, and is used only where that is the one
-# wanted now. So nothing stale is used by mistake, whatever is changed or removed in between.
+# The recipe of an artefact is all that determines it: settings, flags of its stage, and the
+# recipes of what it is made from. Each artefact holds its recipe, and is used only where that is
+# the one wanted now: nothing stale is used by mistake, whatever is changed or removed in between.
 #
-# Files are written whole, and folders have another name until they are. So whenever a command dies,
-# the same command goes on.
+# Files are written whole, and folders have another name until they are. So whenever a command
+# dies, the same command goes on.
 
 NEW_RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {},
            "corpus": None, "text": None,        # a path, and the file's checksum
@@ -836,8 +836,9 @@ def settings_of(saved):
     settings, config = (
         replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
         for defaults in (Settings(), Config()))
-    for name in SETTABLE.keys() & values.keys():
-        check("--set ", name, values[name])
+    for name, value in values.items():
+        if name in SETTABLE:
+            check("--set ", name, value)
     if config.hidden % (2 * config.n_heads):
         raise UserError("--set: hidden is even, and a multiple of n_heads")
     if config.n_upper % config.n_blocks and config.n_upper > 1:
@@ -867,15 +868,12 @@ def compare(path, made, wanted):
     """Raises UserError where an artefact was made by another recipe than is wanted. Names the first
     field that differs, with both values, or the artefact that it should have been made from."""
     for name in [*wanted, *made]:
-        was, now = made.get(name), wanted.get(name)
-        if was == now:
-            continue
-        how = f"with --{name} {was}, not {now}"
-        if name == "made_from":
-            others = [kind for kind in now if dict(was or {}).get(kind) != now[kind]]
-            how = f"from another {others[0]}"
-        raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
-                        "--out")
+        if made.get(name) != wanted.get(name):
+            how = f"with --{name} {made.get(name)}, not {wanted.get(name)}"
+            if name in ("corpus", "batch-tome", "tome"):
+                how = f"from another {name}"
+            raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
+                            "--out")
 
 def is_done(checkpoint):
     """Whether a stage has made, and evaluated, its last step."""
@@ -898,7 +896,8 @@ class Run:
     device, and the sizes of config that follow from the corpus. Neither writes anything."""
 
     def __init__(self, out, saved):
-        self.out, self.saved, self.seed = Path(out), saved, saved["seed"]
+        self.out, self.saved = Path(out), saved
+        self.seed = saved["seed"]
         self.settings, self.config = settings_of(saved)
         # Published weights that batch-tome starts from: a BERT's, or a file of the paper's own
         # code, in which batch-tome comes trained.
@@ -968,16 +967,15 @@ class Run:
         if kind == "memory":
             recipe["memory_dtype"] = settings.memory_dtype
         else:                       # what is trained never reads what was appended
-            run, schedule = Run(self.out, self.saved | {"appended": []}), self.schedule(kind)
-            flags = {"steps": schedule.steps, "batch": schedule.batch, "lr": schedule.lr,
-                     "start": None, "examples": None, "n_search": None}
-            flags |= self.saved["stages"].get(kind, {})
+            run = Run(self.out, self.saved | {"appended": []})
             read = {name: value for name, value in (vars(settings) | vars(self.config)).items()
                     if name not in NO_RESULT | NOT_READ[kind]}
-            recipe |= {"preset": self.saved["preset"], "seed": self.seed, **read, **flags,
-                       "warmup": min(schedule.warmup, flags["steps"] // 10)}
-        made_from = {source: identity(run.recipe(source)) for source in SOURCES[kind]}
-        return recipe | {"published": self.saved["published"], "made_from": made_from}
+            flags = {**vars(self.schedule(kind)), "start": None, "examples": None,
+                     "n_search": None, **self.saved["stages"].get(kind, {})}
+            flags["warmup"] = min(flags["warmup"], flags["steps"] // 10)
+            recipe |= {"preset": self.saved["preset"], "seed": self.seed, **read, **flags}
+        sources = {source: identity(run.recipe(source)) for source in SOURCES[kind]}
+        return recipe | {"published": self.saved["published"], **sources}
 
     def folder(self, kind):
         """Where the corpus or memory is. Another recipe has another folder."""
@@ -1054,15 +1052,15 @@ def settle(args):
     if (out / f"{kind}.pt").exists():               # what is left out stays as it was begun
         begun = saved["stages"].get(kind, {})
         flags = {name: begun[name] for name in begun if name != "examples"} | flags
-    saved["stages"] = saved["stages"] | {kind: flags}
+    run.saved["stages"] = saved["stages"] | {kind: flags}
     for name in run.stages_to(kind):
         run.checkpoint(name)
     return run
 
 def flags_of_stage(run, args):
     """What the command says of the stage named. Files are known by their checksums."""
-    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")}
-    flags = {name: value for name, value in flags.items() if value is not None}
+    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")
+             if getattr(args, name) is not None}
     for name, value in flags.items():
         check("--", name, value)
     if args.start:
@@ -1253,8 +1251,8 @@ def parse_arguments(argv):
     add("--lr", type=float, help="largest learning rate, likewise")
     add("--seed", type=data.at_least(0))
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--init", type=os.path.abspath, metavar="PATH", help="a BERT's folder that batch-tome starts "
-        "from, or a BATCH-TOME file of the paper's own code, which is taken as trained")
+    add("--init", type=os.path.abspath, metavar="PATH", help="a BERT's folder that batch-tome "
+        "starts from, or a BATCH-TOME file of the paper's own code, which is taken as trained")
     add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
     add("--start", metavar="FILE", help="start from the weights of this .pt file, or of a TOME "
         "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
