@@ -24,7 +24,6 @@ H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 
 the loop, initial weights, what is measured, examples; then the run folder and the command line.
 """
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -1098,6 +1097,7 @@ def prepare(run):
     """Writes run.json, and makes the toy world and the corpus where there are none. The first
     process does it; the others wait. What was appended is not in --corpus: where it is lost, that
     is said once, and the next command starts without it."""
+    ann.barrier()               # the others have read what is there
     if ann.rank_and_size()[0] == 0:
         file, folder = run.out / "run.json", run.folder("corpus")
         if run.saved["appended"] and not folder.exists():
@@ -1144,11 +1144,15 @@ def make_corpus(run, source, before=None):
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
 def log(out, record):
-    """Adds a line to log.jsonl. After a crash a step can stand there twice, equally."""
+    """Appends a line to log.jsonl, durably. After a crash a step can stand there twice, equally."""
     if ann.rank_and_size()[0] == 0:
-        path = out / "log.jsonl"
-        earlier = path.read_bytes() if path.exists() else b""
-        write_file(path, lambda file: file.write(earlier + json.dumps(record).encode() + b"\n"))
+        with open(out / "log.jsonl", "ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read() not in (b"", b"\n"):         # a crash cut the last line off
+                file.write(b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 @contextmanager
 def alone_in(out):
@@ -1162,18 +1166,26 @@ def alone_in(out):
     os.makedirs(out, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in Path(out).glob("*.part"):
+        lock(folder, out)
+        for path in (*Path(out).glob("*.part"), Path(out, "log.jsonl")):
             if path.is_symlink():
                 raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
         yield
-    except BlockingIOError:
-        raise UserError(f"--out {out}: another train.py is at work there") from None
     finally:
         os.close(folder)
         if is_new:
             with suppress(OSError):     # it is not empty
                 os.rmdir(out)
+
+def lock(folder, out):
+    """Locks an open folder. Where that is not possible, it is said once."""
+    try:
+        import fcntl                    # not on Windows
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--out {out}: another train.py is at work there") from None
+    except (OSError, ImportError):
+        say(f"{out} cannot be locked: start no second train.py there.")
 
 # ==== Set apart: the command line =================================================================
 
@@ -1290,6 +1302,9 @@ def train(args):
             say(f"Stage {kind}.")
             files = {name: getattr(args, name) for name in ("start", "examples")
                      if kind == named and getattr(args, name)}
+            if recipe["start"] and not (checkpoint or "start" in files):
+                raise UserError(f"{kind} is to start from other weights: name them again, with "
+                                f"--stage {stage_of(kind)} --start")
             train_stage(run, STAGES[kind](run, recipe, **files), recipe, checkpoint)
             how = "done" if recipe["steps"] else "taken as trained"
             say(f"Stage {kind} {how} in {time.time() - started:.0f} s.")

@@ -321,6 +321,13 @@ def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_
     message = capsys.readouterr().err
     assert "held out" in message and message.count("\n") == 1
 
+def test_a_line_of_the_log_that_a_crash_cut_off_does_not_swallow_the_next_one(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"stage": "tome", "step": 4}\n{"stage": "to')
+    for step in (5, 6):
+        train.log(tmp_path, {"stage": "tome", "step": step})
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert lines[1] == '{"stage": "to' and [json.loads(lines[i])["step"] for i in (0, 2, 3)] == [4, 5, 6]
+
 def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
     """It sends and receives rows: of float16 in a memory of float16."""
     out = tmp_path / "run"
@@ -500,11 +507,11 @@ def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
     out.mkdir()
     other.write_text("mine")
     command = "--stage", "batch-tome", "--corpus", small_world, "--out", out
-    part = out / "corpus-12345678.part"
-    part.symlink_to(other)
-    assert run(*command) == 1 and f"{part} is a link" in capsys.readouterr().err
-    part.unlink()
-    for name in ("world", "log.jsonl", "log.jsonl.tmp", "run.json.tmp", "batch-tome.pt.tmp"):
+    for name in ("corpus-12345678.part", "log.jsonl"):
+        (out / name).symlink_to(other)
+        assert run(*command) == 1 and f"{out / name} is a link" in capsys.readouterr().err
+        (out / name).unlink()
+    for name in ("world", "run.json.tmp", "batch-tome.pt.tmp"):
         (out / name).symlink_to(other)
     assert run(*command) == 0
     assert other.read_text() == "mine" and not (out / "batch-tome.pt").is_symlink()
@@ -602,6 +609,19 @@ def test_a_start_that_holds_no_tome_of_these_dimensions_is_refused(trained, caps
         assert run("--stage", "tome", "--out", trained, "--start", trained / start) == 1
         assert f"--start {trained / start}: no TOME" in capsys.readouterr().err
     assert not (trained / "tome.pt").exists()
+
+def test_weights_to_start_from_are_named_again_where_their_stage_is_trained_anew(trained, capsys):
+    (trained / "tome.pt").rename(trained / "other.pt")
+    assert run("--stage", "tome", "--out", trained, "--start", trained / "other.pt") == 0
+    (trained / "tome.pt").unlink()
+    assert run("--stage", "tome", "--out", trained) == 0            # a command of its own: without --start
+    (trained / "tome.pt").unlink()
+    assert run("--stage", "tome", "--out", trained, "--start", trained / "other.pt", "--steps", 0) == 0
+    (trained / "tome.pt").unlink()
+    world = trained / "qa.jsonl"
+    data.write_lines(world, [{"question": "Who?", "answers": ["A"]}])
+    assert run("--stage", "finetune", "--task", "qa", "--examples", world, "--out", trained) == 1
+    assert "name them again, with --stage tome --start" in capsys.readouterr().err
 
 @pytest.mark.slow
 def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
