@@ -128,7 +128,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches and masking
 
-# `corpus` below is a Corpus (second half): flat arrays of all passages and their mentions.
+# `corpus` below is a Corpus: flat arrays of all passages and their mentions, listed in its
+# docstring (below "Set apart"). Its `maskable` says of each token id whether it may be masked;
+# `words` are the ids that may stand for a masked one.
 # The fields of a Batch with one entry per row, and those with one per mention:
 ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention")
@@ -807,12 +809,16 @@ def write_lines(path, records):
     write_file(path, write)
 
 def write_json(path, value):
-    """A dictionary of plain values, by write_file."""
+    """A dictionary of plain values and the checksum of what it says, by write_file."""
+    value = {**value, "checksum": zlib.crc32(json.dumps(value).encode())}
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 def read_json(path) -> dict:
-    """What write_json wrote. Raises ValueError."""
-    return json.loads(Path(path).read_bytes())
+    """What write_json wrote. Raises ValueError where it was changed."""
+    value = json.loads(Path(path).read_bytes())
+    if value.pop("checksum", None) != zlib.crc32(json.dumps(value).encode()):
+        raise ValueError("its checksum differs")
+    return value
 
 def checksum(path) -> int:
     """CRC-32 of a file."""

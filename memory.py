@@ -69,8 +69,8 @@ class BatchMemory:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
-    each entity, trained with the model in place of the mention memory. An entity that training
-    never names keeps a random key and value. Row 0 is no entity."""
+    each entity, trained with the model in place of the mention memory. Of an entity that training
+    never names nothing is learnt, except that it is not the one asked for. Row 0 is no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)

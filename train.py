@@ -91,7 +91,7 @@ class Settings:
     clip: float = 1.0
     # From here on not the paper's: with these, small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
-                                    # memory is switched on
+                                    # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
     bert_rate: float = 1.0          # multiple of the learning rate for the layers of --init
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
@@ -104,8 +104,8 @@ class Settings:
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
 # What differs from the paper's numbers. toy: ten minutes on a core. mini: a few hundred articles.
-# Their models are small and their steps few, so rates are ten times the paper's or more. A shard
-# offers all k, so that the search is exact whatever the number of processes.
+# Their models are small and their steps few, so rates are five to a hundred times the paper's. A
+# shard offers all k, so that the search is exact whatever the number of processes.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
@@ -131,8 +131,11 @@ PRESETS = {
 # then the gradient of the whole batch, whatever their number.
 #
 # `run` is an open run folder (class Run, below): settings, config, corpus, device. Its init is a
-# path to published weights or None, batch_tome_config the config with one memory layer, is_baseline
-# true without a mention memory; is_withheld and entity_kind (an index into KINDS) are (E,).
+# path to published weights or None (is_published: they are a trained BATCH-TOME's). The config with
+# one memory layer is batch_tome_config; is_baseline is true without a mention memory; is_withheld
+# and entity_kind (an index into KINDS) are (E,). saved is what run.json holds: the flags, and
+# checksums of what was appended. folder(kind) is where a corpus or memory lies, and sweep(kind)
+# removes outdated ones.
 # `recipe` is a plain dictionary of all that determines a stage's result: kind (the stage's name:
 # "batch-tome", "tome", "claims" or "qa"), steps, lr, batch, …
 
@@ -168,12 +171,17 @@ def masked_batch(run, passages, number, step):
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
                            settings.mentions, run.is_withheld)
 
+def training_passages(run):
+    """Numbers of the passages that are not held out."""
+    passages = np.flatnonzero(~run.corpus.held_out)
+    if not len(passages):
+        raise UserError(f"{run.corpus.folder}: all passages are held out; add some to train on")
+    return passages
+
 def batch_tome_stage(run, recipe):
     """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
     settings, corpus = run.settings, run.corpus
-    passages = np.flatnonzero(~corpus.held_out)
-    if not len(passages):
-        raise UserError(f"{corpus.folder}: all passages are held out; add some to train on")
+    passages = training_passages(run)
 
     def clusters(epoch):
         found = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
@@ -283,7 +291,7 @@ def tome_stage(run, recipe, start=None):
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     if not run.is_baseline:
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
-    items = epochs_of(run, 2, np.flatnonzero(~run.corpus.held_out))
+    items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
     is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
 
@@ -838,7 +846,7 @@ def settings_of(saved):
     for name, value in values.items():
         if name in SETTABLE:
             check("--set ", name, value)
-    if config.hidden % (2 * config.n_heads):
+    if config.hidden % 2 or config.hidden % config.n_heads:
         raise UserError("--set: hidden is even, and a multiple of n_heads")
     if config.n_upper % config.n_blocks and config.n_upper > 1:
         raise UserError("--set: n_upper is 1 or a multiple of --blocks")
@@ -868,7 +876,10 @@ def compare(path, made, wanted):
     field that differs, with both values, or the artefact that it should have been made from."""
     for name in [*wanted, *made]:
         if made.get(name) != wanted.get(name):
-            how = f"with --{name} {made.get(name)}, not {wanted.get(name)}"
+            flag = {"n_blocks": "--blocks "}.get(name, f"--{name.replace('_', '-')} ")
+            if name in SETTABLE:
+                flag = f"--set {name}="
+            how = f"with {flag}{made.get(name)}, not {wanted.get(name)}"
             if name in ("corpus", "batch-tome", "tome"):
                 how = f"from another {name}"
             raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
@@ -1244,7 +1255,8 @@ def setting(text):
 
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
-             "append": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
+             "append": ("memory",), "task": ("finetune",), "examples": ("finetune",),
+             "n_search": ("tome", "finetune")}
 
 def parse_arguments(argv):
     """The command line. A flag that would do nothing is refused: it was meant for another stage."""
@@ -1276,7 +1288,7 @@ def parse_arguments(argv):
     args = parser.parse_args(argv)
     for flag, stages in GOES_WITH.items():
         if getattr(args, flag) is not None and args.stage not in stages:
-            parser.error(f"--{flag} goes with --stage {' or '.join(stages)}")
+            parser.error(f"--{flag.replace('_', '-')} goes with --stage {' or '.join(stages)}")
     if args.stage == "finetune" and not args.task:
         parser.error("--stage finetune needs --task")
     args.set = dict(args.set) if args.set else None

@@ -271,8 +271,8 @@ def change(path, **values):
 
 @pytest.mark.parametrize("name, recipe, words", [
     ("tome.pt", {"format": 1}, ["tome.pt", "another format"]), ("tome.pt", {"kind": "qa"}, ["--kind qa, not tome"]),
-    ("tome.pt", {"seed": 9}, ["--seed 9, not 0"]), ("tome.pt", {"n_blocks": 2}, ["--n_blocks 2, not 1"]),
-    ("tome.pt", {"clip": 2.0}, ["--clip 2.0, not 1.0"]), ("tome.pt", {"steps": "many"}, ["tome.pt"]),
+    ("tome.pt", {"seed": 9}, ["--seed 9, not 0"]), ("tome.pt", {"n_blocks": 2}, ["--blocks 2, not 1"]),
+    ("tome.pt", {"clip": 2.0}, ["--set clip=2.0, not 1.0"]), ("tome.pt", {"steps": "many"}, ["tome.pt"]),
     ("tome.pt", {"corpus": None}, ["made from another corpus"]), ("tome.pt", {"lr": 3}, ["tome.pt"]),
     ("tome.pt", {"batch-tome": 3}, ["made from another batch-tome"])])
 def test_a_checkpoint_of_another_recipe_is_named(done, small, name, recipe, words):
@@ -313,8 +313,8 @@ def test_results_without_a_run_file_are_not_overwritten(done, small, reference):
     """What they are they say themselves: the command that made them finds them, another is refused."""
     before = contents(done)
     (done / "run.json").unlink()
-    one_sentence(*quietly(train.main, command("tome", reference.folder, done, "--set", "clip=2")), "batch-tome.pt", "--clip")
-    one_sentence(*quietly(train.main, command("tome", reference.folder, done, "--set", "vocab=500")), "batch-tome.pt", "--vocab")
+    one_sentence(*quietly(train.main, command("tome", reference.folder, done, "--set", "clip=2")), "batch-tome.pt", "--set clip=")
+    one_sentence(*quietly(train.main, command("tome", reference.folder, done, "--set", "vocab=500")), "batch-tome.pt", "--set vocab=")
     assert quietly(train.main, command("tome", reference.folder, done))[0] == 0
     assert set(difference(done, before)) <= {"run.json"}        # which had the flags of stage qa
 

@@ -435,9 +435,9 @@ def test_claims_of_another_tome_are_said_to_be_stale(trained, small_world, tmp_p
 
 @pytest.mark.parametrize("flags, words", [
     (["--steps", 5], "--steps 4, not 5"), (["--batch", 5], "--batch 16, not 5"), (["--lr", 1], "--lr 0.001, not 1.0"),
-    (["--start", "scratch"], "--start None, not scratch"), (["--n-search", "32"], "--n_search None, not 32"),
-    (["--seed", 1], "--seed 0, not 1"), (["--blocks", 2], "--n_blocks 1, not 2"),
-    (["--set", "entity_weight=0"], "--entity_weight 0.15, not 0.0")])
+    (["--start", "scratch"], "--start None, not scratch"), (["--n-search", "32"], "--n-search None, not 32"),
+    (["--seed", 1], "--seed 0, not 1"), (["--blocks", 2], "--blocks 1, not 2"),
+    (["--set", "entity_weight=0"], "--set entity_weight=0.15, not 0.0")])
 def test_a_finished_stage_is_not_taken_for_another(trained, small_world, capsys, flags, words):
     before = (trained / "tome.pt").read_bytes()
     assert run("--stage", "tome", "--out", trained, *flags) == 1
@@ -454,7 +454,7 @@ def test_files_of_another_setting_are_refused_by_the_stages_that_read_it(trained
     code = run("--stage", "tome", "--corpus", small_world, "--out", trained)
     message = capsys.readouterr().err
     if read_by:
-        assert code == 1 and f"{read_by[0]} was made with --{name}" in message
+        assert code == 1 and f"{read_by[0]} was made with --set {name}=" in message
     else:
         assert code == 0
 
@@ -586,7 +586,7 @@ def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path,
     log = [json.loads(line) for line in (out[1] / "log.jsonl").read_text().splitlines()]
     assert log[-1]["step"] == 8 and ("linking" in log[-1]) == (memory == "entities")     # batch-tome's steps and tome's
     assert run("--stage", "memory", *out) == 1 and "baseline" in capsys.readouterr().err
-    assert run("--stage", "tome", "--set", "hidden=12", *out) == 1 and "--hidden 96, not 12" in capsys.readouterr().err
+    assert run("--stage", "tome", "--set", "hidden=12", *out) == 1 and "--set hidden=96, not 12" in capsys.readouterr().err
     assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
 
 @pytest.mark.slow
