@@ -26,7 +26,7 @@ import sys
 import tempfile
 import zlib
 from collections import Counter, defaultdict, namedtuple
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -1367,7 +1367,7 @@ def main() -> int:
     try:
         options.pop("run")(**options)
         return 0
-    except (UserError, OSError, ImportError, BrokenExecutor) as error:
+    except (UserError, OSError, ImportError) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
         return complain("data.py", "stopped; nothing half-written is left")
