@@ -1370,7 +1370,8 @@ def main() -> int:
     except (UserError, OSError, ImportError) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
-        return complain("data.py", "stopped; nothing half-written is left")
+        complain("data.py", "stopped; nothing half-written is left")
+        return 130
 
 if __name__ == "__main__":
     sys.exit(main())
