@@ -271,6 +271,9 @@ def main(argv=None):
     except (data.UserError, OSError) as error:
         return data.complain("eval.py", error)
     except KeyboardInterrupt:
+        data.complain("eval.py", "stopped; nothing was changed")
+        return 130
+    except KeyboardInterrupt:
         return data.complain("eval.py", "stopped; nothing was changed")
 
 if __name__ == "__main__":
