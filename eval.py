@@ -273,8 +273,6 @@ def main(argv=None):
     except KeyboardInterrupt:
         data.complain("eval.py", "stopped; nothing was changed")
         return 130
-    except KeyboardInterrupt:
-        return data.complain("eval.py", "stopped; nothing was changed")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
