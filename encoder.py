@@ -292,4 +292,11 @@ def read_flax(file, config):
         if name.endswith(".kernel"):                                # [in, out], [in, heads, size]
             tensor = tensor.flatten(1).T
         tensors[name] = tensor.flatten() if name.endswith(".bias") else tensor
+    # What no shape tells is in config.json, where it lies beside.
+    beside_it = beside(file, "config.json")
+    said = json.loads(beside_it.read_text()).get("model_config", {}) if beside_it else {}
+    for theirs, ours in (("dropout_rate", "dropout"), ("k_top_device", "k"),
+                         ("final_k_top_device", "k_answer")):
+        value = said.get("encoder_config", {}).get(theirs)
+        setattr(config, ours, getattr(config, ours) if value is None else value)
     return config, tensors

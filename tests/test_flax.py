@@ -354,6 +354,19 @@ def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refuse
         except data.UserError as error:
             assert "\n" not in str(error)
 
+def test_what_no_shape_tells_is_in_config_json(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "step1").write_bytes(changed())
+    plain = read_published(tmp_path / "weights" / "step1", Config(k=3, dropout=0.2))[0]
+    assert (plain.k, plain.dropout) == (3, 0.2)
+    for text, k in (('{"model_config": {"encoder_config": {"k_top_device": 8}}}', 8), ('{"model_type": "bert"}', 3)):
+        (tmp_path / "config.json").write_text(text)
+        assert read_published(tmp_path / "weights" / "step1", Config(k=3))[0].k == k
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(data.UserError, match="cannot be read") as error:
+        read_published(tmp_path / "weights" / "step1", Config())
+    assert "\n" not in str(error.value)
+
 def test_without_msgpack_one_sentence_names_it(tmp_path, monkeypatch):
     (tmp_path / "step1").write_bytes(changed())
     monkeypatch.setitem(sys.modules, "msgpack", None)
