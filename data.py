@@ -755,6 +755,9 @@ def write_file(path, write):
         os.replace(temporary, path)
         sync(os.path.dirname(path))
     except (OSError, RuntimeError) as error:    # torch.save makes the latter of a full disk
+        named = getattr(error, "filename", None)        # a full disk names none
+        if named not in (None, temporary, path, os.path.dirname(path)):
+            raise                                       # of another file, which `write` reads
         raise UserError(f"{path} cannot be written ({error}); see to the room there") from error
     finally:
         remove(temporary)
@@ -987,7 +990,7 @@ class Corpus:
 
 def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
     """The arrays of a Corpus, appended to files as they are read; returns what its meta.json says
-    of it. What is written in passing is not held."""
+    of it. Only titles, entity names and counts are held in memory."""
     special, titles, entities = special_ids(tokenizer), {}, {"": 0}
     counts, dropped = Counter(), Counter()
     if old is not None:
@@ -1270,8 +1273,8 @@ def answer_key(name):
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 def answer_entities(corpus) -> dict:
-    """answer_key -> the entity of that title, else of that title but for a bracket, else the one
-    that the corpus calls so. Of several the most frequent."""
+    """answer_key -> the entity of that title, else of that title but for a bracket, else one
+    with a mention that reads so. Of several the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     named = [pair for pair, _ in reversed(named.most_common())]     # what comes later counts

@@ -43,16 +43,19 @@ def masked_mention_figures(run, tome, memory, n=1000):
     the pairs of train.evaluate_memory."""
     masked, mass, corpus = {}, {}, run.corpus
     measured, pairs = train.evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
+    rank_of, asked = {}, [m for of_kind in pairs.values() for m in of_kind]
+    if asked:
+        queries = []                    # tokens, right entities, own passages: see bm25_ranks
+        for m in asked:
+            tokens = data.eval_batch(corpus, [m]).tokens[0].tolist()
+            queries.append((tokens, [corpus.mention_entity[m]], [corpus.passage_of(m)]))
+        rank_of = dict(zip(asked, bm25_ranks(corpus, memory.passage.tolist(), queries)))
     for kind, cell in measured.items():
         n_mentions = cell.pop("n")
         if n_mentions == 0:
             cell = dict.fromkeys(cell)
         elif pairs:
-            queries = []                # tokens, right entities, own passages: see bm25_ranks
-            for m in pairs[kind]:
-                tokens = data.eval_batch(corpus, [m]).tokens[0].tolist()
-                queries.append((tokens, [corpus.mention_entity[m]], [corpus.passage_of(m)]))
-            ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
+            ranks = np.array([rank_of[m] for m in pairs[kind]])
             cell |= {"bm25_entity": np.mean(ranks <= 1), "bm25_entity@20": np.mean(ranks <= 20)}
         mass[kind] = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
         mass[kind]["n"] = n_mentions
@@ -125,13 +128,18 @@ def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
     P, n, ranks = len(corpus.article), len(set(passages)), []
     place = np.repeat(np.arange(P), np.diff(corpus.passage_start))              # of each token
     kept = np.isin(place, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
-    (place, token), tf = np.unique([place[kept], corpus.tokens[kept]], axis=1, return_counts=True)
+    postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + place[kept],
+                             return_counts=True)
+    token, place = np.divmod(postings, P)                                       # token after token
+    first = np.searchsorted(token, np.arange(corpus.vocab_size + 1))
     norm = k1 * (1 - b + b * np.bincount(place, tf, P) * n / max(tf.sum(), 1))  # (P,)
     df = np.bincount(token)[token]
     terms = np.log1p((n - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + norm[place])
     for tokens, right, own in queries:
-        counts = np.bincount(np.array(tokens, int), minlength=corpus.vocab_size)
-        scores = np.bincount(place, terms * counts[token], P)
+        scores = np.zeros(P)
+        for t, count in zip(*np.unique(tokens, return_counts=True)):
+            of_token = slice(first[t], first[t + 1])
+            scores[place[of_token]] += terms[of_token] * count
         scores[own] = 0
         votes = np.zeros(len(corpus.entity_names))
         for p in np.argsort(-scores, kind="stable")[:k]:

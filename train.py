@@ -197,8 +197,9 @@ def batch_tome_stage(run, recipe):
     count = np.asarray(corpus.entity_count)
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
-    model = BatchTOME(TOME(run.batch_tome_config))
-    if not (run.out / "batch-tome.pt").exists():    # else its weights come from there
+    if (run.out / "batch-tome.pt").exists():        # its weights come from there
+        model = BatchTOME(TOME(run.batch_tome_config))
+    else:
         model = new_batch_tome(run)
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
@@ -271,7 +272,8 @@ def make_memory(run, file=None):
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      run.recipe("memory"), before)
     if is_first:
-        write_json(run.out / "run.json", run.saved)
+        if before:
+            write_json(run.out / "run.json", run.saved)
         run.sweep("corpus")
         run.sweep("memory")
     ann.barrier()
@@ -383,8 +385,8 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 BERT_PART = r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.transformer)"     # of a model
 
 def optimizer_for(run, model):
-    """AdamW; no weight decay on layer norms and biases (app. A). Layers loaded by
-    --init use bert_rate times the learning rate."""
+    """AdamW; no weight decay on layer norms and biases (app. A). Layers loaded by --init use
+    bert_rate times the learning rate."""
     groups = {}
     for name, parameter in model.named_parameters():
         is_bert = run.init and re.match(BERT_PART, name)
@@ -431,9 +433,9 @@ def diverged(run, recipe, step, what):
                      f"one: with --stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on")
 
 def train_stage(run, stage, recipe, checkpoint=None):
-    """Trains stage.model and leaves OUT/<kind>.pt. It saves before it evaluates: after
-    an interruption only the evaluation is repeated. With steps = 0 the weights are saved as they
-    are."""
+    """Trains stage.model and leaves OUT/<kind>.pt. It saves before it evaluates: after an
+    interruption only the evaluation is repeated. With steps = 0 the weights are saved as they are.
+    """
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
     rank, path = ann.rank_and_size()[0], run.out / f"{kind}.pt"
     model = stage.model.to(run.device).train()
@@ -540,6 +542,7 @@ def new_batch_tome(run, seed=None):
     return model
 
 def say_of_file(path, lacks, unused):
+    """Says what a published file lacks, and what of it is not used."""
     say(f"{path} has no weights of {', '.join(lacks)}: made fresh.")
     if unused:
         say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
@@ -922,7 +925,7 @@ class Run:
         needs(folder.exists(), folder, "tome")
         self.corpus = data.Corpus(folder)
         compare(folder, self.corpus.meta["recipe"], self.recipe("corpus"))
-        self.tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+        self.tokenizer = self.corpus.tokenizer
         self.device = choose_device(device)
         words, entities = self.corpus.vocab_size, len(self.corpus.entity_names)
         if self.init:                       # a published table may have rows that no word uses

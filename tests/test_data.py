@@ -316,6 +316,12 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
         assert said.startswith(f"data.py: {tmp_path}") and what in said and said.count("\n") == 1
 
 
+def test_a_source_that_is_missing_is_named_and_not_what_is_made_of_it(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        data.kilt(tmp_path / "source.json", tmp_path / "out.jsonl")
+    assert str(error.value.filename) == str(tmp_path / "source.json") and not list(tmp_path.iterdir())
+
+
 def test_json_that_was_damaged_is_refused(tmp_path):
     path = tmp_path / "a.json"
     data.write_json(path, {"a": [1, "é"]})
