@@ -235,8 +235,11 @@ def fit_retrieval(model, batches, self_score=20.0):
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
         # [H_s; H_e], (m, 2 hidden) each: what queries, answers and keys are made from.
         spans = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
-        rows.append((*spans, batch.entity[linked]))
-    of_queries, of_answers, X, entity = map(torch.cat, zip(*rows))      # (m, 2 hidden) each, (m,)
+        # The sum of a name's words: the difference of two running sums over the passage.
+        total = tome.embeddings.word(batch.unmasked).double().cumsum(1)
+        name = (total[row, end - 1] - total[row, start]) / (end - start - 1)[:, None]
+        rows.append((*spans, name, batch.entity[linked]))
+    of_queries, of_answers, X, names, entity = map(torch.cat, zip(*rows))   # … (m, hidden), (m,)
     if len(X) < 2:
         return
     key, mean = model.encoder.key.linear, X.mean(0)
@@ -254,6 +257,22 @@ def fit_retrieval(model, batches, self_score=20.0):
     wanted = total / count[which, None]                                         # (m, d_K)
     fit_linear(tome.blocks[0].memory_attention.query.linear, of_queries, wanted, self_score)
     fit_linear(tome.answer.linear, of_answers, wanted, self_score)
+    # Values and W_U: half of [H_s; H_e] is H_s, to which W_U's output is added.
+    H_s = of_queries[:, :names.shape[1]]
+    fit_reading(model, X, names - names.mean(0), 2 * H_s.norm(dim=1).mean())
+
+def fit_reading(model, X, names, length):
+    """A value becomes what a linear map reads off X (m, 2 hidden) of the mean word embedding of its
+    mention's name (m, hidden), in its first d_V principal components. W_U turns it back into that
+    embedding, `length` long: the layers above then find the name at [E_start]."""
+    value, up = model.encoder.value.linear, model.tome.blocks[0].memory_attention.up
+    n = min(len(value.weight), names.shape[1])
+    parts = torch.linalg.eigh(names.T @ names).eigenvectors[:, -n:]             # (hidden, n)
+    wanted = names.new_zeros(len(names), len(value.weight))                     # (m, d_V)
+    wanted[:, :n] = names @ parts
+    fit_linear(value, X, wanted, float(n))
+    values = X @ value.weight.double().T + value.bias                           # (m, d_V)
+    up.weight[:, :n] = parts * (length / values.norm(dim=1).mean())
 
 def fit_linear(layer, X, wanted, score):
     """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K). Then W is scaled, so that the

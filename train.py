@@ -4,12 +4,12 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         (TOME-2: + linking)
+                                                                         + linking
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
 A cloze is a true claim with one mention masked. Linking is entity prediction once more, from the
-query of a memory layer.
+queries of the last memory layer.
 
     python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -119,9 +119,9 @@ PRESETS = {
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
-        init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
-        log_every=200, save_every=200, eval_mentions=200, schedule={
-            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
+        init_std=0.05, memory_from=0.29, fit_passages=768, precision="float32",
+        log_every=200, save_every=200, eval_mentions=100, schedule={
+            "batch-tome": Schedule(2600, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
@@ -306,13 +306,11 @@ def tome_stage(run, recipe, start=None):
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
-        # Entities as Experts has this loss at its memory layer. So does TOME-2 here at its second
-        # one: MLM does without a second retrieval, and alone lets that layer stop retrieving the
-        # mention's entity.
-        taught = layers if config.memory == "entities" else layers[1:]
-        if taught and config.memory != "none":
-            linking = sum(entity_prediction_loss(layer.scores, layer.entity, named)
-                          for layer in taught)
+        # The same for the queries of the last memory layer. (In the paper only Entities as Experts
+        # has it.) MLM does with one retrieval: from its loss alone, TOME-2's second layer stops
+        # finding the entity, and on real text no layer learns to find it.
+        if layers[-1] is not None:
+            linking = entity_prediction_loss(layers[-1].scores, layers[-1].entity, named)
             result["linking"] = (weight, linking)
         return result
 

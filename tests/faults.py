@@ -1,7 +1,7 @@
 """What machines do to a run, done on purpose: kills, power cuts, damaged files, bad lines, full disks.
 
     python tests/faults.py                 the whole campaign, with its figures (hours on one core)
-    python tests/faults.py kill corrupt    parts of it: kill, power, corrupt, fuzz, leak
+    python tests/faults.py kill corrupt    parts of it: kill, term, power, settings, corrupt, fuzz, leak
     python tests/faults.py kill power 10   only one in ten of the file operations
 
 tests/test_faults.py runs a few faults of each kind. A fault is injected into a forked child that
@@ -175,6 +175,13 @@ def die_at(n):
         watch_operations(before)
     return fault
 
+def stop_at(n):
+    """A fault: SIGTERM before the n-th file operation."""
+    def fault():
+        count = itertools.count(1)
+        watch_operations(lambda what, *paths: next(count) == n and os.kill(os.getpid(), signal.SIGTERM))
+    return fault
+
 def power_cut_at(n):
     """A fault: at the n-th file operation everything is lost that was not made durable: what was
     written to a file since its last fsync, and names that were given, changed or removed since the
@@ -319,13 +326,14 @@ class Reference:
         return Path(shutil.copytree(self.before.get(folder, folder), out))
 
 def after_fault(reference, stage, fault):
-    """The stage with a fault, then the same command again: (did it die, what went wrong or None)."""
+    """The stage with a fault, then the same command again: (did it end early, what went wrong or None). With SIGTERM
+    it ends with 130, or with 0 where its work was done."""
     out = reference.fresh(stage)
     arguments = command(stage, reference.folder, out)
     code, said = run(arguments, fault)
-    if code not in (0, -signal.SIGKILL):
+    if code not in (0, 130, -signal.SIGKILL):
         return False, f"ended with {code}: {said[-500:]}"
-    died = code == -signal.SIGKILL
+    died = code != 0
     code, said = run(arguments)
     if code:
         return died, said[-500:]
@@ -443,6 +451,31 @@ def corruptions(reference, kind, n, rng):
         elif before != files_of(out):
             wrong.append(f"{what}: something was overwritten")
     return found, harmless, wrong
+
+# ---- odd settings
+
+ODD = {int: "-1 0 1 2 3 7 16 63 64 96 1000000 1000001 99999999999999999999 1.5 x",
+       float: "-1 -0.0 0 1e-30 0.001 0.3 0.999 1 1.001 2 1e30 1e999 inf -inf nan x", str: "float32 none x"}
+
+def odd_settings(reference):
+    """Every setting at the values ODD of its type, then one step of batch-tome in a new folder: how many were
+    refused, and how many trained; what went wrong. A refusal is a sentence, and leaves nothing behind."""
+    counts, wrong = Counter(), []
+    for name, kind in train.SETTABLE.items():
+        for value in ODD[kind].split():
+            out = reference.folder / "spoilt"
+            shutil.rmtree(out, ignore_errors=True)
+            arguments = command("batch-tome", reference.folder, out, "--steps", "1", "--set", f"{name}={value}")
+            try:
+                code, said = Child(arguments).wait(60)
+            except AssertionError as error:         # it hangs
+                code, said = None, str(error)
+            how = {0: "trained", 1: "refused", 2: "refused"}.get(code, "wrong")
+            if how == "wrong" or "Traceback" in said or how == "refused" and out.exists():
+                how = "wrong"
+                wrong.append(f"--set {name}={value}: {code}, {said[-500:]}")
+            counts[how] += 1
+    return counts, wrong
 
 # ---- bad lines
 
@@ -617,6 +650,7 @@ def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
     reference = Reference(folder / "reference")
     shrink()
     for part, fault, what in (("kill", die_at, "SIGKILL before file operations"),
+                              ("term", stop_at, "SIGTERM before file operations"),
                               ("power", power_cut_at, "power cuts at file operations")):
         if part in parts:
             title(f"{what}, every one" + (f" of {every}" if every > 1 else ""))
@@ -624,8 +658,13 @@ def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
                 n = len(reference.operations[stage])
                 died, bad = kills(reference, stage, fault, range(1, n + 1, every))
                 wrong += bad
-                title(f"  {stage}: {n} operations, {died} died, {died - len(bad)} ended as if "
-                      "nothing had happened")
+                title(f"  {stage}: {n} operations, {died} ended early, {died - len(bad)} of these and the same "
+                      "command again as if nothing had happened")
+    if "settings" in parts:
+        title("settings: each one of --set at values of its type, good and bad, and a training step with it")
+        counts, bad = odd_settings(reference)
+        wrong += bad
+        title(f"  {sum(counts.values())} values: " + ", ".join(f"{n} {how}" for how, n in counts.items()))
     if "corrupt" in parts:
         title(f"damaged files, {n_corruptions} of each kind: bits flipped, cut off, overwritten with zeros, missing")
         for kind in KINDS:
@@ -647,4 +686,4 @@ def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
     words = [word for word in sys.argv[1:] if not word.isdecimal()]
-    sys.exit(campaign(words or ("kill", "power", "corrupt", "fuzz", "leak"), *numbers))
+    sys.exit(campaign(words or ("kill", "term", "power", "settings", "corrupt", "fuzz", "leak"), *numbers))
