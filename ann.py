@@ -12,7 +12,7 @@ of the query's own passage (passage -1 is nobody's) and every score that is not 
 Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 or bfloat16, and may
 be a numpy memory map; scores are float32. Gradients pass only through `dot` and `gather`.
 
-All torch.distributed code of the project is at the end of this file. Without an initialised process
+What processes send each other is sent at the end of this file. Without an initialised process
 group, every function there does the same for the one process.
 """
 from collections import Counter
@@ -73,6 +73,7 @@ def high_scores(scores, bar, n):
     blocks = scores.unflatten(1, (size, -1))           # block b: columns b, b + W / size, …
     maxima = blocks.amax(1)                                                  # (Q, W / size)
     if bar is None:
+        # A block with NaN or inf sets no bar; it is looked into all the same.
         bar = F.pad(maxima, (0, n), value=-torch.inf).nan_to_num(-torch.inf, -torch.inf)
         bar = bar.topk(n).values[:, -1]
         bar = bar.nextafter(bar.new_tensor(-torch.inf))
@@ -226,7 +227,7 @@ class BucketedIndex:
 
 # ---- several processes
 
-bytes_sent = Counter()      # purpose -> bytes to other processes (without gather's backward pass)
+bytes_sent = Counter()      # for the tests: purpose -> bytes to others (without backward passes)
 
 def rank_and_size():
     """(which process this is, how many there are): (0, 1) without torch.distributed."""

@@ -471,7 +471,7 @@ film: Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lon
 COUNTS = {"person": 800, "city": 220, "country": 60, "company": 220, "film": 600}
 
 # A relation: the kinds of its subject S and its object O; a noun, so that "S's noun" describes O
-# without its name; five phrases for the corpus, two for claims (in other words), two questions.
+# without its name; five phrases for the corpus, two for claims, worded otherwise; two questions.
 Relation = namedtuple("Relation", "subject object noun phrases claims questions")
 RELATIONS = {name: Relation(*kinds, noun, parts[:5], parts[5:7], parts[7:])
              for (name, *kinds, noun), parts in _entries("""
@@ -571,7 +571,7 @@ def _toy_passages(rng, facts, split) -> list:
     masked mention can be known from the other four passages only. 5% of the passages of the seen
     world are held out.
 
-    In half of the seen world's training passages one fact is not stated: in place of "X was
+    In some 40% of the seen world's training passages one fact is not stated: in place of "X was
     directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
     as links stand in Wikipedia. From these a model learns whom a description means: the first of
     two hops. The examples do not link it."""
@@ -605,7 +605,7 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
 
     A wrong claim takes the object of another fact of this relation and split. So wrong objects are
     as frequent as right ones, and every fact appears both true and false: only the memory can
-    decide. Training claims use every phrase, which makes them harder to memorise."""
+    decide. Training claims use both phrases, which makes them harder to memorise."""
     asked = [{"subject": subject, "relations": [first], "object": obj}
              for (subject, first), obj in facts.items()]
     if hops == 2:

@@ -48,18 +48,23 @@ class Config:
     # EntityTable of n_entities rows, and "none", no memory layers.
     memory: str = "mentions"
     n_entities: int = 0         # rows of that table; "none" needs it to name answers (eq. 10)
-    precision: str = "bfloat16" # of products in training and encoding, see low_precision
+    precision: str = "bfloat16" # of products in training and encoding, see precision_on
 
     @property
     def layers_per_block(self):
         return max(1, self.n_upper // self.n_blocks)
 
-def low_precision(config, device):
-    """A context in which matrix products are computed in bfloat16, if the config asks for it and
-    the device is fast at it: GPUs, and processors with AVX512-BF16, four times as fast as in
-    float32. Weights, losses and the scores of memories (ann.dot) stay in float32."""
+def precision_on(config, device):
+    """What matrix products are computed in: the config's precision on a device that is fast at it
+    (GPUs; processors with AVX512-BF16, where bfloat16 is four times as fast), else float32."""
     is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-    return torch.autocast(device.type, torch.bfloat16, is_fast and config.precision == "bfloat16")
+    return config.precision if is_fast else "float32"
+
+def low_precision(config, device):
+    """A context for training and encoding, in which matrix products are computed in precision_on.
+    Weights, losses and the scores of memories (ann.dot) stay in float32."""
+    is_low = precision_on(config, device) == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16, is_low)
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""

@@ -1,4 +1,4 @@
-"""What a trained TOME knows, and where it knows it from (paper §4, app. B–D).
+"""What a trained TOME knows, and where it knows it from (paper §4, app. B, D).
 
     python eval.py --out runs/toy                 report: figures, and what mentions retrieve
     python eval.py --out runs/toy --task qa       figures of the model fine-tuned on questions

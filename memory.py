@@ -69,8 +69,8 @@ class BatchMemory:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
-    each entity, trained with the model in place of the mention memory. Of an entity that training
-    never names nothing is learnt, except that it is not the one asked for. Row 0 is no entity."""
+    each entity, trained with the model in place of the mention memory. Training teaches nothing
+    about entities that it never names, but that they are not asked for. Row 0 is no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -107,7 +107,7 @@ class MentionMemory:
         return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
-        """TopMem (§2.2.2). The search has no gradient; the keys that it finds are scored again,
+        """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
         with gradient. Each process offers its k_shard best keys, and the k best of these are kept
         (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes each offers
         k / processes, so that k come together."""

@@ -51,7 +51,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision
+from encoder import Config, beside, low_precision, precision_on
 from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
@@ -74,14 +74,14 @@ class Settings:
     """All settings of a run but those of its model (encoder.Config). The defaults are the paper's,
     where it gives them (app. A, B.1)."""
     passage_length: int = 128       # T, without entity markers
-    max_length: int = 512           # T, with them
+    max_length: int = 512           # at most so many positions: T, markers, [CLS] and [SEP]
     vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
     cluster: int = 256              # related passages that stand together (app. A.1)
     mentions: int = 24              # at most, per passage on average; of more, a sample is used
     mention_rate: float = 0.2       # share of mentions that are masked
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
-    entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
+    entity_weight: float = 0.15     # of entity prediction and of linking in tome; MLM: 1 minus it
     coref_entities: int = 1_000_000     # coreference only over the most frequent entities
     withheld: float = 0.0           # share of entities that no loss names, to be evaluated on
     memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
@@ -89,7 +89,7 @@ class Settings:
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    # From here on not the paper's: with these, small models learn in minutes.
+    # But for `schedule` not the paper's: with these, small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
@@ -126,9 +126,9 @@ PRESETS = {
 }
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage is a model, its batches and its losses; the loop further down is the same for all. A loss
-# is this process's share of the mean over the whole batch: the sum of all processes' gradients is
-# then the gradient of the whole batch, whatever their number.
+# Each but `memory` is a model, its batches and its losses; one loop, further down, serves all. A
+# loss is this process's share of the mean over the whole batch: the sum of all processes' gradients
+# is then the gradient of the whole batch, whatever their number.
 #
 # `run` is an open run folder (class Run, below): settings, config, corpus, device. Its init is a
 # path to published weights or None (is_published: they are a trained BATCH-TOME's). The config with
@@ -144,7 +144,7 @@ class Stage(NamedTuple):
     model: torch.nn.Module
     next_batch: Callable            # step -> Batch of all processes
     losses: Callable                # Batch of this process, step -> {name: (weight, its share)}
-    evaluate: Callable              # () -> figures for the log; weights of the best "score" stay
+    evaluate: Callable              # () -> figures for the log; the best "score"'s weights are kept
     encoder: str = None             # fingerprint of the Mention Encoder
     before_step: Callable = lambda step: None
 
@@ -204,7 +204,7 @@ def batch_tome_stage(run, recipe):
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
     def small_memory():
-        """Of a few passages: to encode all of them again would take too long."""
+        """For measuring, of a few passages: to encode all again would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         return MentionMemory(**rows, device=run.device)
@@ -307,7 +307,7 @@ def tome_stage(run, recipe, start=None):
         entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
-        # has it.) MLM does with one retrieval: from its loss alone, TOME-2's second layer stops
+        # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
         # finding the entity, and on real text no layer learns to find it.
         if layers[-1] is not None:
             linking = entity_prediction_loss(layers[-1].scores, layers[-1].entity, named)
@@ -1312,7 +1312,7 @@ def train(args):
         elif is_done(checkpoint):
             say(f"{kind}: already trained ({run.out / kind}.pt).")
         else:
-            say(f"Stage {kind}.")
+            say(f"Stage {kind}, in {precision_on(run.config, run.device)}.")
             files = {name: getattr(args, name) for name in ("start", "examples")
                      if kind == named and getattr(args, name)}
             if recipe["start"] and not (checkpoint or "start" in files):
