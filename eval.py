@@ -164,7 +164,7 @@ def example_of(run, text):
 @torch.no_grad()
 def show(run, tome, memory, task, item):
     """Prints what the mentions of an Example retrieve in each layer, and what the model says; or
-    the same of a held-out mention (its number), alone and masked in its passage."""
+    the same for a held-out mention (its number), the only one that is masked in its passage."""
     corpus = run.corpus
     if isinstance(item, data.Example):
         text, batch = item.text, train.examples_batch(run, task, [item])

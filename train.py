@@ -383,8 +383,8 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 BERT_PART = r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.transformer)"     # of a model
 
 def optimizer_for(run, model):
-    """AdamW; no weight decay on layer norms and biases (app. A). Layers loaded by --init use
-    bert_rate times the learning rate."""
+    """AdamW; no weight decay on layer norms and biases (app. A). Embeddings and Transformer layers
+    that --init loaded use bert_rate times the learning rate."""
     groups = {}
     for name, parameter in model.named_parameters():
         is_bert = run.init and re.match(BERT_PART, name)
