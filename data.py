@@ -758,7 +758,7 @@ def write_file(path, write):
         named = getattr(error, "filename", None)        # a full disk names none
         if named not in (None, temporary, path, os.path.dirname(path)):
             raise                                       # of another file, which `write` reads
-        raise UserError(f"{path} cannot be written ({error}); see to the room there") from error
+        raise UserError(f"{path} cannot be written ({error}); check the folder and room") from error
     finally:
         remove(temporary)
 
