@@ -661,7 +661,7 @@ def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
 
 
 def test_an_evaluation_row_hides_one_mention_and_nothing_else(corpus):
-    linked = np.flatnonzero(corpus.mention_entity)[::7]
+    linked = np.flatnonzero(corpus.mention_entity)[:60]      # several of a passage, too
     batch = data.eval_batch(corpus, linked)
     T = batch.tokens.shape[1]
     for r, m in enumerate(linked):
