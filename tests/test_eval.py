@@ -37,9 +37,9 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     lines = []
     for a, b, c in zip(NAMES, NAMES[1:] + NAMES, NAMES[2:] + NAMES):
-        for text in (f"{a} was taught by {b}.", f"Here {a} met {c} again.", f"{b} taught {a} and {c} too.", f"{a} likes <b>tea</b>."):
+        for text in (f"{a} was taught by {b}.", f"Here {a} met {c} again.", f"{b} taught {a} and {c} tóo.", f"{a} likes <b>tea</b>."):
             lines.append({"title": a, "text": text, "mentions": [m._asdict() for m in data.find_mentions(text, NAMES)],
-                          "split": "held_out" if "too" in text else "train"})
+                          "split": "held_out" if "tóo" in text else "train"})
     claims = [{"text": c, "label": data.CLAIM_LABELS[i % 3]} for i, c in enumerate(CLAIMS)]
     questions = [{"question": q, "answers": [a]} for q, a in QUESTIONS]
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +93,8 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
         for key, query in (("qa", z), ("asked", layers[-1].query[mention])):
-            scores = np.exp(training.keys.numpy().astype(np.float64) @ query.detach().numpy())
+            scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
+            scores = np.exp(scores - scores.max())
             best = np.argsort(-scores)[:loaded.config.k_answer]     # eq. 10, over the retrieved memories
             own = scores[best][training.entity.numpy()[best] == int(one.answer)].sum()
             if own > 0:
