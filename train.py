@@ -881,8 +881,8 @@ def compare(path, made, wanted):
             if name in SETTABLE:
                 flag = f"--set {name}="
             how = f"with {flag}{made.get(name)}, not {wanted.get(name)}"
-            if name in ("corpus", "batch-tome", "tome"):
-                how = f"from another {name}"
+            if name in ("corpus", "batch-tome", "tome", "published"):
+                how = f"from another {'--init' if name == 'published' else name}"
             raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
                             "--out")
 

@@ -286,6 +286,7 @@ def change(path, **values):
     ("tome.pt", {"seed": 9}, ["--seed 9, not 0"]), ("tome.pt", {"n_blocks": 2}, ["--blocks 2, not 1"]),
     ("tome.pt", {"clip": 2.0}, ["--set clip=2.0, not 1.0"]), ("tome.pt", {"steps": "many"}, ["tome.pt"]),
     ("tome.pt", {"corpus": None}, ["made from another corpus"]), ("tome.pt", {"lr": 3}, ["tome.pt"]),
+    ("tome.pt", {"published": {"trained": True}}, ["made from another --init"]),
     ("tome.pt", {"batch-tome": 3}, ["made from another batch-tome"])])
 def test_a_checkpoint_of_another_recipe_is_named(done, small, name, recipe, words):
     whole = torch.load(done / name, weights_only=True)
