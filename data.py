@@ -758,7 +758,7 @@ def write_file(path, write):
         named = getattr(error, "filename", None)        # a full disk names none
         if named not in (None, temporary, path, os.path.dirname(path)):
             raise                                       # of another file, which `write` reads
-        raise UserError(f"{path} cannot be written ({error}); see to the room there") from error
+        raise UserError(f"{path} cannot be written ({error}); check the folder and room") from error
     finally:
         remove(temporary)
 
@@ -1136,14 +1136,14 @@ def wiki(path, out, workers=1) -> Counter:
     """turn a Wikipedia dump (pages-articles) into a corpus"""
     import mwparserfromhell  # noqa: F401     (an optional package: its absence is said at once)
     counts, redirects = Counter(), {}
-    for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
-        counts.update({"pages": 1, "pages: " + kind: 1})
-        if kind == "article":
-            counts["links"] += text.count("[[")
-        elif kind != "other namespace":
-            redirects[title] = canonical(text)
 
     def articles():
+        for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
+            counts.update({"pages": 1, "pages: " + kind: 1})
+            if kind == "article":
+                counts["links"] += text.count("[[")
+            elif kind != "other namespace":
+                redirects[title] = canonical(text)
         pages = (page for page in read_dump(path) if page[1] == "article")
         with ProcessPoolExecutor(workers) as pool:
             while batch := list(islice(pages, 64 * workers)):       # a dump is larger than memory

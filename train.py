@@ -817,22 +817,22 @@ NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer
 SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
             if name not in ("schedule", "n_blocks", "vocab_size", "n_entities")}
 # The words that a setting may be, or the least and the most. Other whole numbers are from 1 to
-# 1,000,000, other numbers from 0 to 1.
+# 1,000,000, those of the model to 10,000; other numbers from 0 to 1.
 ALLOWED = {
     "memory_dtype": ("float16", "float32"), "precision": ("float32", "bfloat16"),
-    "memory": ("mentions", "entities", "none"), "gelu": ("none", "tanh"),
+    "memory": ("mentions", "entities", "none"), "gelu": ("none", "tanh"), "n_initial": (1, 100),
     "vocab": (200, 10 ** 6), "passage_length": (8, 10 ** 6), "max_length": (16, 10 ** 6),
     "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
-    "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100), "cloze_weight": (0, 100)}
+    "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100)}
 
 def check(flag, name, value):
     """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
-    allowed = ALLOWED.get(name, (1, 10 ** 6) if isinstance(value, int) else (0, 1))
+    most = 10 ** 4 if hasattr(Config, name) else 10 ** 6
+    allowed = ALLOWED.get(name, (1, most) if isinstance(value, int) else (0, 1))
     if isinstance(value, str):
         fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
-    else:
-        least, most = allowed
-        fits, wanted = least <= value <= most, f"from {least:g} to {most:g}"    # NaN does not fit
+    else:                       # NaN does not fit
+        fits, wanted = allowed[0] <= value <= allowed[1], "from {:g} to {:g}".format(*allowed)
     if not fits:
         raise UserError(f"{flag}{name}={value}: it is {wanted}")
 
@@ -881,8 +881,8 @@ def compare(path, made, wanted):
             if name in SETTABLE:
                 flag = f"--set {name}="
             how = f"with {flag}{made.get(name)}, not {wanted.get(name)}"
-            if name in ("corpus", "batch-tome", "tome"):
-                how = f"from another {name}"
+            if name in ("corpus", "batch-tome", "tome", "published"):
+                how = f"from another {'--init' if name == 'published' else name}"
             raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
                             "--out")
 

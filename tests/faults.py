@@ -454,7 +454,7 @@ def corruptions(reference, kind, n, rng):
 
 # ---- odd settings
 
-ODD = {int: "-1 0 1 2 3 7 16 63 64 96 1000000 1000001 99999999999999999999 1.5 x",
+ODD = {int: "-1 0 1 3 7 16 63 64 96 1000 10000 1000000 1000001 99999999999999999999 1.5 x",
        float: "-1 -0.0 0 1e-30 0.001 0.3 0.999 1 1.001 2 1e30 1e999 inf -inf nan x", str: "float32 none x"}
 
 def odd_settings(reference):

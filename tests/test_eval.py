@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -36,9 +37,9 @@ def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     lines = []
     for a, b, c in zip(NAMES, NAMES[1:] + NAMES, NAMES[2:] + NAMES):
-        for text in (f"{a} was taught by {b}.", f"Here {a} met {c} again.", f"{b} taught {a} and {c} too.", f"{a} likes <b>tea</b>."):
+        for text in (f"{a} was taught by {b}.", f"Here {a} met {c} again.", f"{b} taught {a} and {c} tóo.", f"{a} likes <b>tea</b>."):
             lines.append({"title": a, "text": text, "mentions": [m._asdict() for m in data.find_mentions(text, NAMES)],
-                          "split": "held_out" if "too" in text else "train"})
+                          "split": "held_out" if "tóo" in text else "train"})
     claims = [{"text": c, "label": data.CLAIM_LABELS[i % 3]} for i, c in enumerate(CLAIMS)]
     questions = [{"question": q, "answers": [a]} for q, a in QUESTIONS]
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +93,8 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
         for key, query in (("qa", z), ("asked", layers[-1].query[mention])):
-            scores = np.exp(training.keys.numpy().astype(np.float64) @ query.detach().numpy())
+            scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
+            scores = np.exp(scores - scores.max())
             best = np.argsort(-scores)[:loaded.config.k_answer]     # eq. 10, over the retrieved memories
             own = scores[best][training.entity.numpy()[best] == int(one.answer)].sum()
             if own > 0:
@@ -214,6 +216,8 @@ def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run,
     monkeypatch.setitem(sys.modules, "spacy", types.SimpleNamespace(load=lambda name, exclude: chunks))
     assert found() == [[("Did", None)], [("the teacher", None), ("the tea", None)]]
     assert "spaCy's noun chunks" in capsys.readouterr().err
+    loaded.settings.max_length = 8
+    assert found() and "3 mentions overlap others, stand behind max_length" in capsys.readouterr().err
 
 def test_wilsons_interval_holds_the_shares_that_the_count_does_not_reject():
     for right, n in ((0, 10), (3, 10), (10, 10), (115, 234)):
@@ -352,12 +356,14 @@ def test_what_a_typed_text_has_in_brackets_is_a_mention(run, capsys, text, plain
     evaluation.show(loaded, tome, memory, None, example)
     assert [x[0] for x in retrieved(capsys.readouterr().out)] == [(word, i) for word in words for i in (1, 2)]
 
-def test_what_is_typed_is_printed_without_control_characters_and_flags_that_do_not_fit_are_refused(run, capsys):
+def test_what_is_typed_is_printed_without_control_characters_and_flags_that_do_not_fit_are_refused(run, capsys, monkeypatch):
     assert evaluate(run, "--show", "\x1b[31m Nobody \u202e at all.") == 1
     assert "\x1b" not in (said := capsys.readouterr().err) and "Nobody \\u202e at all" in said.replace("\\\\", "\\")
     with pytest.raises(SystemExit):
         evaluate(run, "--show", "--json")
     assert evaluate(run, "--show", 2) == 0 and capsys.readouterr().out.count("says: ") == 2
+    monkeypatch.setattr(evaluation, "show", lambda *_: signal.raise_signal(signal.SIGINT))      # Ctrl-C
+    assert evaluate(run, "--show", 2) == 130 and capsys.readouterr().err == "eval.py: stopped; nothing was changed\n"
 
 def test_what_is_said_is_of_the_masked_mention_where_two_stand_in_one_passage(run, monkeypatch, capsys):
     """The model always says "tea", for each token of the masked mention."""

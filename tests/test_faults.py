@@ -56,7 +56,7 @@ def one_sentence(code, out, err, *words):
 @pytest.mark.parametrize("stage, points, fault", [
     ("corpus", 1, faults.die_at), ("batch-tome", 1, faults.power_cut_at),
     ("memory", 1, faults.power_cut_at), ("memory", "part/meta.json.tmp", faults.die_at),
-    ("append third", 1, faults.die_at),
+    ("append third", 1, faults.die_at), ("append second", 1, faults.stop_at),
     *(pytest.param(stage, 4, fault, marks=slow) for stage in faults.STAGES
       for fault in (faults.die_at, faults.power_cut_at))])
 def test_a_stage_cut_off_at_a_file_operation_and_started_again_ends_as_if_nothing_had_happened(
@@ -99,6 +99,18 @@ def test_another_command_after_an_append_that_was_cut_off_takes_it_back(referenc
     assert quietly(train.main, command("tome", reference.folder, out))[0] == 0
     assert not set(difference(out, contents(reference.before["append second"]))) - {"run.json.tmp"}
 
+def test_an_append_goes_on_where_the_files_in_use_cannot_be_removed(reference):
+    """As on a network file system. They stay until the next command."""
+    def fault():
+        real = os.unlink
+
+        def unlink(path, **options):
+            if str(path).endswith((".bin", ".npy")):
+                raise OSError(f"{path} is busy")
+            real(path, **options)
+        os.unlink = os.remove = unlink
+    assert faults.after_fault(reference, "append third", fault) == (False, None)
+
 def test_what_was_appended_is_not_lost_without_a_word(reference, small):
     """The corpus is damaged after an append, and its owner follows the advice. What was appended
     is lost with it: that is said with exit code 1, and it can be appended again."""
@@ -132,7 +144,7 @@ def test_a_terminal_that_is_not_utf_8_ends_no_training(reference, tmp_path):
     assert done.returncode == 1 and "z\\xfcrich.jsonl:1: title: missing" in done.stderr, done.stderr
 
 @pytest.mark.parametrize("stage, number", [
-    ("batch-tome", signal.SIGINT), ("memory", signal.SIGTERM),
+    ("batch-tome", signal.SIGINT), ("memory", signal.SIGTERM), ("append third", signal.SIGINT),
     pytest.param("corpus", signal.SIGTERM, marks=slow)])
 def test_a_signal_saves_says_how_to_go_on_and_leaves_nothing_half_written(reference, stage, number):
     out = reference.fresh(stage)
@@ -149,7 +161,7 @@ def test_a_signal_saves_says_how_to_go_on_and_leaves_nothing_half_written(refere
                 return real(*args, **kwargs)
             return call
         data.encode_text = then(data.encode_text, 50 if stage == "corpus" else -1)
-        memory.encode_passages = then(memory.encode_passages, 4 if stage == "memory" else -1)
+        memory.encode_passages = then(memory.encode_passages, {"memory": 4, "append third": 1}.get(stage, -1))
         torch.optim.AdamW.step = then(torch.optim.AdamW.step, 3 if stage == "batch-tome" else -1)
 
     code, said = run(arguments, fault)
@@ -274,6 +286,7 @@ def change(path, **values):
     ("tome.pt", {"seed": 9}, ["--seed 9, not 0"]), ("tome.pt", {"n_blocks": 2}, ["--blocks 2, not 1"]),
     ("tome.pt", {"clip": 2.0}, ["--set clip=2.0, not 1.0"]), ("tome.pt", {"steps": "many"}, ["tome.pt"]),
     ("tome.pt", {"corpus": None}, ["made from another corpus"]), ("tome.pt", {"lr": 3}, ["tome.pt"]),
+    ("tome.pt", {"published": {"trained": True}}, ["made from another --init"]),
     ("tome.pt", {"batch-tome": 3}, ["made from another batch-tome"])])
 def test_a_checkpoint_of_another_recipe_is_named(done, small, name, recipe, words):
     whole = torch.load(done / name, weights_only=True)

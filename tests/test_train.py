@@ -69,7 +69,7 @@ def test_the_same_command_again_changes_nothing(trained, small_world):
     assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
     assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
 
-def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world, capsys):
+def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world, capsys, monkeypatch):
     code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(flush=True); input()"
     pytest.importorskip("fcntl")
     before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
@@ -81,7 +81,9 @@ def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world
         assert evaluation.main(["--out", str(trained), "--json"]) == 0      # looking is allowed
         other.kill()                                        # however it ends, the folder is free again
     assert before == {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+    monkeypatch.setattr("fcntl.flock", lambda *_: os.stat("nowhere"))       # OSError, as some network file systems raise
     assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
+    assert capsys.readouterr().out.count(f"{trained} cannot be locked") == 1
 
 @pytest.mark.parametrize("stage", ["batch-tome", pytest.param("tome", marks=pytest.mark.slow)])
 def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, small_world, tmp_path, stage, monkeypatch):
@@ -193,6 +195,8 @@ def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, 
     assert evaluation.main(["--out", str(trained)]) == 1
     message = capsys.readouterr().err
     assert words in message and str(trained) in message and message.count("\n") == 1
+    if damage == "missing":         # nor is it said to be there
+        assert run("--stage", "memory", "--out", trained) == 1 and name in capsys.readouterr().err
 
 # -- what a user gets wrong: one sentence, a non-zero exit
 
@@ -241,7 +245,7 @@ def values_out_of_range():
         bad = {bool: ["2", "maybe"], str: ["x", ""]}.get(type(value), ["-1", "1e30", "nan", "inf", "many"])
         yield from ((name, text) for text in bad)
         if type(value) is int:
-            yield name, "0"
+            yield from ((name, "0"), (name, "10001" if hasattr(train.Config, name) else "1000001"))
 
 @pytest.mark.parametrize("name, text", list(values_out_of_range()))
 def test_a_value_out_of_range_is_one_sentence(name, text, capsys, tmp_path):
@@ -323,9 +327,10 @@ def test_a_corpus_that_is_held_out_whole_is_one_sentence(tiny, small_world, tmp_
 
 def test_a_line_of_the_log_that_a_crash_cut_off_does_not_swallow_the_next_one(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"stage": "tome", "step": 4}\n{"stage": "to')
+    os.link(tmp_path / "log.jsonl", tmp_path / "same")
     for step in (5, 6):
         train.log(tmp_path, {"stage": "tome", "step": step})
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    lines = (tmp_path / "same").read_text().splitlines()             # it was never written anew
     assert lines[1] == '{"stage": "to' and [json.loads(lines[i])["step"] for i in (0, 2, 3)] == [4, 5, 6]
 
 def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(tiny, small_world, tmp_path, monkeypatch):
@@ -402,6 +407,8 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage
     assert (cut["step"], cut["evaluated"]) == (4, 0)
     with pytest.raises(data.UserError, match="unfinished"):
         train.open_run(trained)
+    assert run("--stage", "tome", "--out", trained, "--n-search", 4) == 1
+    assert "--n-search None, not 4" in capsys.readouterr().err
     monkeypatch.setattr(train, "evaluate_memory", real)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: steps.append(1) or step(*a, **k))
     assert run("--stage", "tome", "--out", trained) == 0 and not steps
@@ -479,7 +486,8 @@ def test_opening_a_run_writes_nothing_and_builds_nothing(trained):
     def state():
         return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes()) for p in sorted(trained.rglob("*"))}
     before = state()
-    train.open_run(trained)
+    for more in ([], ["--json"], ["--show"], ["--show", "[Mona Varga] sings."]):
+        assert evaluation.main(["--out", str(trained), *more]) == 0
     assert before == state()
     for kind in ("memory", "corpus"):
         folder = only(trained, kind)
@@ -511,7 +519,7 @@ def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
         (out / name).symlink_to(other)
         assert run(*command) == 1 and f"{out / name} is a link" in capsys.readouterr().err
         (out / name).unlink()
-    for name in ("world", "run.json.tmp", "batch-tome.pt.tmp"):
+    for name in ("world", "memory", "log.jsonl.tmp", "run.json.tmp", "batch-tome.pt.tmp"):
         (out / name).symlink_to(other)
     assert run(*command) == 0
     assert other.read_text() == "mine" and not (out / "batch-tome.pt").is_symlink()

@@ -272,8 +272,8 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
     with pytest.raises(FileNotFoundError):
         data.wiki(tmp_path / "none.xml", out)
-    with pytest.raises(UserError, match="No such file"):
-        data.wiki(path, tmp_path / "no folder" / "out.jsonl")
+    with pytest.raises(UserError, match="No such file.*check the folder"):
+        data.wiki(tmp_path / "none.xml", tmp_path / "no folder" / "out.jsonl")     # before it is read
     path.write_text(path.read_text().replace("<mediawiki ", '<mediawiki xml:lang="de" '))
     data.wiki(path, out)
     assert capsys.readouterr().err.count("only English") == 1 and len(lines_of(out)) == 1
