@@ -812,6 +812,9 @@ NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entitie
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "memory_fraction", "cloze_weight"},
             "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
+# The fields of Config that a BERT, or how it is divided, decides.
+OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
+           "n_upper", "n_blocks")
 # The types of all that --set can name. n_blocks is --blocks; the other three are no single values
 # or follow from the corpus.
 SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
@@ -1044,11 +1047,12 @@ def settle(args):
     """The Run that this command asks for: its flags, and those of earlier commands. All mistakes
     that can be found are found here, before anything is written or trained: it is an error, too, if
     what is there, up to the stage named, was made by other recipes."""
-    out, kind, saved = Path(args.out), args.task or args.stage, NEW_RUN
+    out, kind, before = Path(args.out), args.task or args.stage, NEW_RUN
     if (out / "run.json").exists():
-        saved = read_run(out).saved
-    saved = saved | {name: value for name, value in vars(args).items()
+        before = read_run(out).saved
+    saved = before | {name: value for name, value in vars(args).items()
                      if name in NEW_RUN and value is not None}
+    saved["set"] = before["set"] | (args.set or {})
     corpus = saved["corpus"]
     if corpus is None:
         saved["text"] = f"toy world {saved['seed']}"
@@ -1102,7 +1106,10 @@ def describe_published(saved):
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(state[name].contiguous().numpy().tobytes())
-    return {"config": asdict(config), "vocab": checksum(vocab), "weights": digest.hexdigest(),
+    sizes = asdict(config)
+    if not trained:             # a BERT says nothing about what it does not have
+        sizes = {name: sizes[name] for name in sizes if name in OF_BERT}
+    return {"config": sizes, "vocab": checksum(vocab), "weights": digest.hexdigest(),
             "trained": trained}
 
 def prepare(run):

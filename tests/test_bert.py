@@ -415,6 +415,12 @@ def test_a_dimension_that_the_bert_decides_cannot_be_set(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--set hidden: it is 12 in what --init names" in error
     assert not (tmp_path / "run").exists()
+    run = train.settle(train.parse_arguments([*command, "clip=2"]))
+    (tmp_path / "run").mkdir()
+    data.write_json(tmp_path / "run" / "run.json", run.saved)
+    later = ["--stage", "tome", "--out", str(tmp_path / "run"), "--set", "k=7"]         # no BERT has a k
+    run = train.settle(train.parse_arguments(later))
+    assert (run.config.k, run.config.hidden, run.settings.clip) == (7, 12, 2)
 
 
 SENTENCES = ["The Eiffel Tower stands in Paris.", "Yes.", "Marie Curie, born in Warsaw, shared the 1903 Nobel Prize in "
