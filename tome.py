@@ -217,16 +217,15 @@ def start_positions(model):
 
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
-    """Sets key, value, query and answer layers and W_U in closed form, from a few batches in which
-    half of the mentions are masked. Random queries and keys find nothing: [H_s; H_e] is mostly the
-    same for all mentions.
+    """Sets the key, query and answer layers in closed form, from a few batches in which half of the
+    mentions are masked. Random ones find nothing: [H_s; H_e] is mostly the same for all mentions.
 
     Keys: the first n <= d_K principal components of [H_s; H_e] in unmasked text, whitened, each of
     variance self_score / n. So a key's mean score with itself is self_score; at 20 the softmax
     prefers it among thousands. Queries, and z of eq. 10: a linear map from [H_s; H_e] in masked
     text (queries: of H0, z: of the last layer) to the mean key of the mention's entity. With this
     target, queries find 10% of masked entities on real text; with the mention's own key as target
-    only 1%, since they look for the form of a name. Values and W_U: see fit_reading."""
+    only 1%, since they look for the form of a name."""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)
@@ -236,11 +235,8 @@ def fit_retrieval(model, batches, self_score=20.0):
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
         # [H_s; H_e], (m, 2 hidden) each: what queries, answers and keys are made from.
         spans = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
-        # A name's mean word embedding, for fit_reading: from two running sums over the passage.
-        total = tome.embeddings.word(batch.unmasked).double().cumsum(1)
-        name = (total[row, end - 1] - total[row, start]) / (end - start - 1)[:, None]
-        rows.append((*spans, name, batch.entity[linked]))
-    of_queries, of_answers, X, names, entity = map(torch.cat, zip(*rows))   # … (m, hidden), (m,)
+        rows.append((*spans, batch.entity[linked]))
+    of_queries, of_answers, X, entity = map(torch.cat, zip(*rows))      # (m, 2 hidden) each, (m,)
     if len(X) < 2:
         return
     key, mean = model.encoder.key.linear, X.mean(0)
@@ -258,31 +254,15 @@ def fit_retrieval(model, batches, self_score=20.0):
     wanted = total / count[which, None]                                         # (m, d_K)
     fit_linear(tome.blocks[0].memory_attention.query.linear, of_queries, wanted, self_score)
     fit_linear(tome.answer.linear, of_answers, wanted, self_score)
-    # W_U's output starts twice as long as H_s, the first half of [H_s; H_e], to which it is added.
-    H_s = of_queries[:, :names.shape[1]]
-    fit_reading(model, X, names - names.mean(0), 2 * H_s.norm(dim=1).mean())
-
-def fit_reading(model, X, names, length):
-    """Values: a linear map from X (m, 2 hidden) to the first d_V principal components of `names`
-    (m, hidden), mean word embeddings of the mentions' names, centred. W_U turns them back, to a
-    mean length of `length`: the layers above then find the name at [E_start]."""
-    value, up = model.encoder.value.linear, model.tome.blocks[0].memory_attention.up
-    n = min(len(value.weight), names.shape[1])
-    parts = torch.linalg.eigh(names.T @ names).eigenvectors[:, -n:]             # (hidden, n)
-    wanted = names.new_zeros(len(names), len(value.weight))                     # (m, d_V)
-    wanted[:, :n] = names @ parts
-    fit_linear(value, X, wanted, float(n))                      # any scale: W_U below undoes it
-    values = X @ value.weight.double().T + value.bias                           # (m, d_V)
-    up.weight[:, :n] = parts * (length / values.norm(dim=1).mean())
 
 def fit_linear(layer, X, wanted, score):
-    """Ridge regression from X (m, 2 hidden) to `wanted` (m, d). Then W is scaled, so that the
+    """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K). Then W is scaled, so that the
     mean dot product of its output with `wanted` is `score`."""
     mean = X.mean(0)
     X = X - mean
     gram = X.T @ X
     ridge = 0.1 * gram.diag().mean().clamp(min=1e-6) * torch.eye(len(gram), device=X.device)
-    W = torch.linalg.solve(gram + ridge, X.T @ wanted).T                        # (d, 2 hidden)
+    W = torch.linalg.solve(gram + ridge, X.T @ wanted).T                        # (d_K, 2 hidden)
     W *= score / (X @ W.T * wanted).sum(1).mean().clamp(min=1e-6)
     layer.weight.copy_(W)
     layer.bias.copy_(-W @ mean)

@@ -113,15 +113,16 @@ PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
-        memory_from=0.6, coref_weight=0.5, mention_rate=0.3, bert_rate=0.05, log_every=200,
-        save_every=100, eval_mentions=300, schedule={
-            "batch-tome": Schedule(1000, 1e-3, 50, 64), "tome": Schedule(200, 5e-4, 20, 64),
+        n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
+        coref_weight=0.5, entity_weight=0.3, mention_rate=0.4, bert_rate=0.1, log_every=250,
+        save_every=100, eval_mentions=100, schedule={
+            "batch-tome": Schedule(700, 1e-3, 50, 64), "tome": Schedule(500, 1e-3, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
-        init_std=0.05, memory_from=0.29, fit_passages=768, precision="float32",
+        init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
-            "batch-tome": Schedule(2600, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
+            "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
 
