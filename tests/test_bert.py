@@ -398,7 +398,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
     run = train.read_run(out).open()
     train.load_model(run, "batch-tome")
-    assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (2, 1, blocks)
+    assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
 
 
 def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, capsys):
