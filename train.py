@@ -4,7 +4,7 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         + linking
+                                                                         (TOME-2: + linking)
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
@@ -81,7 +81,7 @@ class Settings:
     mention_rate: float = 0.2       # share of mentions that are masked
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
-    entity_weight: float = 0.15     # of entity prediction and of linking in tome; MLM: 1 minus it
+    entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
     coref_entities: int = 1_000_000     # coreference only over the most frequent entities
     withheld: float = 0.0           # share of entities that no loss names, to be evaluated on
     memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
@@ -95,6 +95,7 @@ class Settings:
     fit_passages: int = 4000        # passages that fit_retrieval reads
     bert_rate: float = 1.0          # multiple of the learning rate for the layers of --init
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
+    linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
     log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -114,8 +115,8 @@ PRESETS = {
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        coref_weight=0.5, entity_weight=0.3, mention_rate=0.4, bert_rate=0.1, log_every=250,
-        save_every=100, eval_mentions=100, schedule={
+        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, mention_rate=0.4, bert_rate=0.1,
+        log_every=250, save_every=100, eval_mentions=100, schedule={
             "batch-tome": Schedule(700, 1e-3, 50, 64), "tome": Schedule(500, 1e-3, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
@@ -283,6 +284,8 @@ def make_memory(run, file=None):
 def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     weight, encoder, config = run.settings.entity_weight, None, run.config
+    is_linked = config.n_blocks > 1 or config.memory == "entities"
+    linking_weight = weight if is_linked else run.settings.linking_weight
     if run.is_baseline:
         batch_tome = new_batch_tome(run)
     else:
@@ -309,10 +312,10 @@ def tome_stage(run, recipe, start=None):
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
         # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
-        # finding the entity, and on real text no layer learns to find it.
-        if layers[-1] is not None:
+        # finding the entity.
+        if linking_weight and layers[-1] is not None:
             linking = entity_prediction_loss(layers[-1].scores, layers[-1].entity, named)
-            result["linking"] = (weight, linking)
+            result["linking"] = (linking_weight, linking)
         return result
 
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 3, step),
@@ -811,7 +814,7 @@ SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
 # TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
-                           "entity_weight", "memory_fraction", "cloze_weight"},
+                           "entity_weight", "linking_weight", "memory_fraction", "cloze_weight"},
             "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
