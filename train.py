@@ -122,7 +122,7 @@ PRESETS = {
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
         init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
-        log_every=200, save_every=200, eval_mentions=100, schedule={
+        log_every=200, save_every=200, eval_mentions=200, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
