@@ -303,5 +303,6 @@ def read_flax(file, config):
     for theirs, ours in (("dropout_rate", "dropout"), ("k_top_device", "k"),
                          ("final_k_top_device", "k_answer")):
         value = said.get("encoder_config", {}).get(theirs)
-        setattr(config, ours, getattr(config, ours) if value is None else value)
+        if value is not None:
+            setattr(config, ours, value)
     return config, tensors

@@ -834,12 +834,13 @@ ALLOWED = {
 
 def check(flag, name, value):
     """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
-    most = 10 ** 4 if hasattr(Config, name) else 10 ** 6
-    allowed = ALLOWED.get(name, (1, most) if isinstance(value, int) else (0, 1))
+    largest = 10 ** 4 if hasattr(Config, name) else 10 ** 6
+    allowed = ALLOWED.get(name, (1, largest) if isinstance(value, int) else (0, 1))
     if isinstance(value, str):
         fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
-    else:                       # NaN does not fit
-        fits, wanted = allowed[0] <= value <= allowed[1], "from {:g} to {:g}".format(*allowed)
+    else:
+        least, most = allowed
+        fits, wanted = least <= value <= most, f"from {least:g} to {most:g}"    # NaN does not fit
     if not fits:
         raise UserError(f"{flag}{name}={value}: it is {wanted}")
 

@@ -44,7 +44,7 @@ def row(what, ours="", theirs="", floor=""):
     print(f"| {what:<72} |", " | ".join(f"{x:>7}" for x in (*cells[:2], ratio, cells[2])), "|", flush=True)
 
 def race(turns, best=min, **functions):
-    """Each function once to warm up, then `turns` times in turn: {name: shortest time}, {name: its result}."""
+    """Each function once to warm up, then `turns` times in turn: {name: best(its times)}, {name: its result}."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
     for _ in range(turns):
