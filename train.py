@@ -4,7 +4,7 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         (TOME-2: + linking)
+                                                                         (TOME-2, mini: + linking)
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
@@ -284,8 +284,6 @@ def make_memory(run, file=None):
 def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     weight, encoder, config = run.settings.entity_weight, None, run.config
-    is_linked = config.n_blocks > 1 or config.memory == "entities"
-    linking_weight = weight if is_linked else run.settings.linking_weight
     if run.is_baseline:
         batch_tome = new_batch_tome(run)
     else:
@@ -300,6 +298,8 @@ def tome_stage(run, recipe, start=None):
     items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
     is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
+    is_linked = config.n_blocks > 1 or config.memory == "entities"
+    linking_weight = weight if is_linked else run.settings.linking_weight
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
