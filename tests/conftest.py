@@ -1,4 +1,5 @@
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)      # the tests are small: a second thread costs more than it brings
+signal.signal(signal.SIGINT, signal.default_int_handler)      # a job in the background starts with Ctrl-C ignored
 
 
 MATMUL = getattr(torch.backends.mkldnn, "matmul", None)
