@@ -32,17 +32,38 @@ import torch
 
 import data
 import train
-from memory import attention_weights
+from memory import MentionMemory, attention_weights
 from tome import claim_logits, predict_entity, retrieve_answer
 
 # ---- Figures: a cell holds those of n items ------------------------------------------------------
 
+def evaluate_memory(run, tome, memory, mentions):
+    """train.masked_mentions' figures, and the accuracy with the memory emptied and with its values
+    shuffled. "gain": what the memory adds to a mention's share of right words, the mean over
+    mentions, and its 95% interval from paired differences. Also returns for each kind {mention:
+    that share with the memory, and with it emptied}. A baseline has no controls, and no pairs."""
+    measured, shares = train.masked_mentions(run, tome, memory, mentions)
+    if not isinstance(memory, MentionMemory):
+        return measured, {}
+    emptied, without = train.masked_mentions(run, tome, memory.emptied(), mentions)
+    shuffled, _ = train.masked_mentions(run, tome, memory.shuffled(), mentions)
+    pairs = {}
+    for kind, values in measured.items():
+        values["emptied"] = emptied[kind]["accuracy"]
+        values["shuffled"] = shuffled[kind]["accuracy"]
+        pairs[kind] = {m: (share, without[kind][m]) for m, share in shares[kind].items()}
+        gains = np.array([share - alone for share, alone in pairs[kind].values()])
+        if len(gains) > 1:
+            half = 1.96 * gains.std(ddof=1) / len(gains) ** 0.5
+            values["gain"] = [gains.mean() + x for x in (0, -half, half)]
+    return measured, pairs
+
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json: at most n held-out mentions of
     each kind of entity, each masked alone in its passage; None where there are none. Also returns
-    the pairs of train.evaluate_memory."""
+    the pairs of evaluate_memory."""
     masked, mass, corpus = {}, {}, run.corpus
-    measured, pairs = train.evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
+    measured, pairs = evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
     rank_of, asked = {}, [m for of_kind in pairs.values() for m in of_kind]
     if asked:
         queries = []                    # tokens, right entities, own passages: see bm25_ranks
@@ -198,7 +219,7 @@ def show(run, tome, memory, task, item):
 
 def show_where_it_helps(run, pairs):
     """The first ten held-out mentions that the model only fills in with its memory, and the first
-    ten that it only fills in without. pairs: train.evaluate_memory's."""
+    ten that it only fills in without. pairs: evaluate_memory's."""
     shares = {m: pair for of_kind in pairs.values() for m, pair in of_kind.items()}
     helped = [m for m, (share, alone) in shares.items() if share == 1 and alone < 1]
     harmed = [m for m, (share, alone) in shares.items() if share < 1 and alone == 1]

@@ -122,7 +122,7 @@ PRESETS = {
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
         init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
-        log_every=200, save_every=200, eval_mentions=200, schedule={
+        log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
 }
@@ -253,7 +253,7 @@ def batch_tome_stage(run, recipe):
                 "coref": (settings.coref_weight, sum(coref) / len(coref))}
 
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 1, step),
-                 losses, lambda: evaluate_memory(run, model.tome, small_memory(), mentions)[0],
+                 losses, lambda: masked_mentions(run, model.tome, small_memory(), mentions)[0],
                  before_step=before_step)
 
 def make_memory(run, file=None):
@@ -319,7 +319,7 @@ def tome_stage(run, recipe, start=None):
         return result
 
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 3, step),
-                 losses, lambda: evaluate_memory(run, model, memory, mentions)[0], encoder)
+                 losses, lambda: masked_mentions(run, model, memory, mentions)[0], encoder)
 
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
@@ -653,27 +653,6 @@ def best_entities(scores, entity, k=20):
     """Entities of the k best memories (B, k); -1 where there are fewer. A table is not sorted."""
     scores, best = scores.topk(min(k, scores.shape[1]))
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
-
-def evaluate_memory(run, tome, memory, mentions):
-    """masked_mentions' figures, and the accuracy with the memory emptied and with its values
-    shuffled. "gain": what the memory adds to a mention's share of right words, the mean over
-    mentions, and its 95% interval from paired differences. Also returns for each kind {mention:
-    that share with the memory, and with it emptied}. A baseline has no controls, and no pairs."""
-    measured, shares = masked_mentions(run, tome, memory, mentions)
-    if not isinstance(memory, MentionMemory):
-        return measured, {}
-    emptied, without = masked_mentions(run, tome, memory.emptied(), mentions)
-    shuffled, _ = masked_mentions(run, tome, memory.shuffled(), mentions)
-    pairs = {}
-    for kind, values in measured.items():
-        values["emptied"] = emptied[kind]["accuracy"]
-        values["shuffled"] = shuffled[kind]["accuracy"]
-        pairs[kind] = {m: (share, without[kind][m]) for m, share in shares[kind].items()}
-        gains = np.array([share - alone for share, alone in pairs[kind].values()])
-        if len(gains) > 1:
-            half = 1.96 * gains.std(ddof=1) / len(gains) ** 0.5
-            values["gain"] = [gains.mean() + x for x in (0, -half, half)]
-    return measured, pairs
 
 def sample_eval_mentions(run, n):
     """n mentions of each kind of entity (data.eval_mentions), always the same."""

@@ -57,7 +57,7 @@ def test_one_command_runs_every_stage_and_reports(trained, capsys):
     log = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
     assert [(r["stage"], r["step"]) for r in log] == [("batch-tome", 4), ("tome", 4)]
     assert {"mlm", "coref", "seen", "unseen", "seconds"} <= log[0].keys()
-    assert {"accuracy", "emptied", "shuffled", "mass_visible", "mass_masked"} <= log[1]["seen"].keys()
+    assert {"accuracy", "entity", "mass_visible", "mass_masked"} <= log[1]["seen"].keys()
     capsys.readouterr()
     assert evaluation.main(["--out", str(trained), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -395,11 +395,11 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage
         trained, small_world, monkeypatch, capsys):
     before, log = torch.load(trained / "tome.pt", weights_only=True), (trained / "log.jsonl").read_text().splitlines()
     (trained / "tome.pt").unlink()
-    real, step, steps = train.evaluate_memory, torch.optim.AdamW.step, []
+    real, step, steps = train.masked_mentions, torch.optim.AdamW.step, []
 
     def too_big(*args):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 TB")
-    monkeypatch.setattr(train, "evaluate_memory", too_big)
+    monkeypatch.setattr(train, "masked_mentions", too_big)
     assert run("--stage", "tome", "--out", trained) == 1
     message = capsys.readouterr().err
     assert "can't allocate memory" in message and "Traceback" not in message
@@ -409,7 +409,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage
         train.open_run(trained)
     assert run("--stage", "tome", "--out", trained, "--n-search", 4) == 1
     assert "--n-search None, not 4" in capsys.readouterr().err
-    monkeypatch.setattr(train, "evaluate_memory", real)
+    monkeypatch.setattr(train, "masked_mentions", real)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: steps.append(1) or step(*a, **k))
     assert run("--stage", "tome", "--out", trained) == 0 and not steps
     after = torch.load(trained / "tome.pt", weights_only=True)
