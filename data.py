@@ -213,13 +213,14 @@ def with_targets(batch, chosen, read) -> Batch:
                    target=batch.unmasked.flatten()[index])
 
 def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
-               max_mentions=24, is_withheld=None) -> Batch:
+               max_mentions=24, is_withheld=None, all_of_entity=False) -> Batch:
     """Passages as a masked batch (app. A): 20% of the mentions, each as a whole, and 10% of the
     tokens outside of mentions.
 
     rng: a numpy Generator. max_mentions: per passage on average; of more, a uniform sample stays in
     the batch (None: all stay). Mentions left out keep their markers in the text, but are neither
-    masked nor used. is_withheld (E,): entities whose mentions are never masked."""
+    masked nor used. is_withheld (E,): entities whose mentions are never masked. all_of_entity: with
+    a linked mention all others of its entity in the passage are masked."""
     batch = corpus_batch(corpus, passages)
     tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
     kept = np.arange(len(batch.row))
@@ -232,6 +233,10 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
         masked = rng.permutation(len(kept))[:max(1, round(mention_rate * len(kept)))]
         if is_withheld is not None:
             masked = masked[~is_withheld[batch.entity.numpy()[masked]]]
+        if all_of_entity:
+            entity = batch.entity.numpy()
+            pair = np.where(entity, batch.row.numpy() * len(corpus.entity_names) + entity, -1)
+            masked = np.union1d(masked, np.flatnonzero(np.isin(pair, pair[masked]) & (entity > 0)))
         chosen |= np.isin(owner, kept[masked])
     fate = rng.random(chosen.sum())         # 80% [MASK], 10% a random word, 10% left as they are
     words = rng.choice(corpus.words, len(fate))

@@ -167,6 +167,31 @@ class MentionMemory:
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
+class GivenMemory:
+    """Teacher forcing: instead of the memories that it would find, a mention attends to n random
+    ones of its own entity, from other passages. So a model learns to read what it retrieves before
+    it retrieves well. Queries learn nothing from it."""
+    def __init__(self, memory, n_entities, n=8):
+        self.memory, self.n = memory, n
+        entity = ann.gather(memory.entity)
+        self.row = entity.argsort(stable=True)                  # of all processes, by entity
+        count = torch.bincount(entity, minlength=n_entities)
+        self.start, self.count = count.cumsum(0) - count, count
+        self.entity = None          # (M,) of the mentions that will ask; 0: nothing is given
+
+    def attend(self, query, passage, k=None, k_shard=None):
+        memory, wanted = self.memory, self.entity[:, None]
+        chance = torch.rand(len(wanted), self.n, device=query.device)
+        place = self.start[wanted] + (chance * self.count[wanted]).long()                   # (M, n)
+        ids = self.row[place.clamp(max=len(self.row) - 1)]
+        keys, values, entity, of = ann.fetch(
+            ids, [memory.keys, memory.values, memory.entity, memory.passage])
+        excluded = (wanted == 0) | (entity != wanted) | (of == passage[:, None])
+        scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(excluded, -torch.inf)
+        weights = attention_weights(scores)
+        value = torch.einsum("mk,mkv->mv", weights, values.float())
+        return Retrieved(scores, ids.masked_fill(excluded, -1), entity, weights, value)
+
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
     mentions: a data.Batch, of which row, start, end and passage, each (M,), are used. memory: one

@@ -52,7 +52,8 @@ import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
 from encoder import Config, beside, low_precision, precision_on
-from memory import MentionMemory, build_memory, encode_passages, load_memory, read_manifest
+from memory import (GivenMemory, MentionMemory, build_memory, encode_passages, load_memory,
+                    read_manifest)
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
                   share_of_mean, split_into_blocks, start_positions)
@@ -79,6 +80,7 @@ class Settings:
     cluster: int = 256              # related passages that stand together (app. A.1)
     mentions: int = 24              # at most, per passage on average; of more, a sample is used
     mention_rate: float = 0.2       # share of mentions that are masked
+    all_of_entity: int = 0          # 1: all mentions of its entity in the passage with it
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
     entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
@@ -93,9 +95,12 @@ class Settings:
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
-    bert_rate: float = 1.0          # multiple of the learning rate for the layers of --init
+    bert_rate: float = 1.0          # multiple of the learning rate for what --init loaded, but for
+                                    # the layers above the memory
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
+    teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
+                                    # memories which are given (memory.GivenMemory)
     log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -115,9 +120,10 @@ PRESETS = {
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, mention_rate=0.4, bert_rate=0.1,
-        log_every=250, save_every=100, eval_mentions=100, schedule={
-            "batch-tome": Schedule(700, 1e-3, 50, 64), "tome": Schedule(500, 1e-3, 20, 64),
+        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing=0.46,
+        mention_rate=0.5, all_of_entity=1, token_rate=0.07, bert_rate=0.25, log_every=200,
+        save_every=100, eval_mentions=100, schedule={
+            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1300, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
@@ -171,13 +177,15 @@ def masked_batch(run, passages, number, step):
     """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                           settings.mentions, run.is_withheld)
+                           settings.mentions, run.is_withheld, settings.all_of_entity == 1)
 
 def training_passages(run):
-    """Numbers of the passages that are not held out."""
-    passages = np.flatnonzero(~run.corpus.held_out)
+    """Numbers of the passages that have a linked mention and are not held out."""
+    passages = run.corpus.passage_of(np.flatnonzero(run.corpus.mention_entity))
+    passages = np.unique(passages[~run.corpus.held_out[passages]])
     if not len(passages):
-        raise UserError(f"{run.corpus.folder}: all passages are held out; add some to train on")
+        raise UserError(f"{run.corpus.folder}: no passage with a linked mention to train on: all "
+                        "are held out, or nothing is linked")
     return passages
 
 def batch_tome_stage(run, recipe):
@@ -300,14 +308,28 @@ def tome_stage(run, recipe, start=None):
     is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
     is_linked = config.n_blocks > 1 or config.memory == "entities"
     linking_weight = weight if is_linked else run.settings.linking_weight
+    given_steps = 0
+    if not run.is_baseline:
+        given_steps = run.settings.teacher_forcing * recipe["steps"]
+        given = GivenMemory(training_memory, len(run.corpus.entity_names))
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
-        text and would give the answer away."""
+        text and would give the answer away.
+
+        In the first steps memories are given, and only what comes after them learns. Where search
+        rarely finds the entity (on real text in one of ten mentions), reading is not learnt from
+        what it finds."""
+        named = torch.where(is_withheld[batch.entity], 0, batch.entity)
+        if step < given_steps:
+            given.entity = named
+            with torch.no_grad():
+                H0 = model.read_initial(batch.tokens, batch.attention_mask)
+            H, _ = model.read_blocks(H0, batch.attention_mask, batch, given)
+            return {"mlm": (1.0, mlm_loss(model.mlm_logits(H, batch.target_index), batch.target))}
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         found = retrieve_answer(model, H, batch, training_memory, slice(None))
         mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
-        named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         entity = entity_prediction_loss(found.scores, found.entity, named)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
@@ -384,11 +406,11 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
-BERT_PART = r"(encoder\.tome\.)?(embeddings|initial|blocks\.\d\.transformer)"     # of a model
+BERT_PART = r"(encoder\.tome\.)?(embeddings|initial)\."       # of a model
 
 def optimizer_for(run, model):
-    """AdamW; no weight decay on layer norms and biases (app. A). Embeddings and Transformer layers
-    that --init loaded use bert_rate times the learning rate."""
+    """AdamW; no weight decay on layer norms and biases (app. A). Embeddings and layers below the
+    memory that --init loaded use bert_rate times the learning rate; those above learn to read."""
     groups = {}
     for name, parameter in model.named_parameters():
         is_bert = run.init and re.match(BERT_PART, name)
@@ -485,8 +507,10 @@ def train_stage(run, stage, recipe, checkpoint=None):
                 break
             values = train_step(run, stage, recipe, optimizer, step)
             state["step"] = step = step + 1
+            if state["sums"].keys() != {*values, "steps"}:      # after a record, or with new losses
+                state["sums"] = dict.fromkeys([*values, "steps"], 0)
             for name, value in {**values, "steps": 1}.items():
-                state["sums"][name] = state["sums"].get(name, 0) + value
+                state["sums"][name] += value
             progress.update()
             progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
                                  refresh=False)
@@ -793,7 +817,8 @@ SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
 # TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
-                           "entity_weight", "linking_weight", "memory_fraction", "cloze_weight"},
+                           "entity_weight", "linking_weight", "teacher_forcing", "memory_fraction",
+                           "cloze_weight"},
             "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
@@ -807,6 +832,7 @@ SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config
 ALLOWED = {
     "memory_dtype": ("float16", "float32"), "precision": ("float32", "bfloat16"),
     "memory": ("mentions", "entities", "none"), "gelu": ("none", "tanh"), "n_initial": (1, 100),
+    "all_of_entity": (0, 1),
     "vocab": (200, 10 ** 6), "passage_length": (8, 10 ** 6), "max_length": (16, 10 ** 6),
     "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
     "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100)}

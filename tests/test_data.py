@@ -605,6 +605,21 @@ def test_mentions_of_withheld_entities_are_never_masked_and_the_others_as_ever(c
     assert changed and set(changed) <= set(found.target_index.tolist())
 
 
+def test_with_a_mention_all_others_of_its_entity_in_the_passage_are_masked_if_asked_for(tmp_path):
+    words = " ".join(WORDS[i % 14] for i in range(30))
+    mentions = (0, 3, "x"), (4, 15, "y"), (16, 19, "x"), (24, 29, None), (30, 35, None)
+    corpus, _ = build(tmp_path, [line(words, *mentions)] * 50, 32)
+    plain, found = (data.make_batch(corpus, np.arange(50), np.random.default_rng(2), .2, .1, None, all_of_entity=which)
+                    for which in (False, True))
+    masked, also = ({m for m in owners(batch) if m >= 0} for batch in (plain, found))
+    expected = set(masked)
+    for m in masked:
+        for other in range(len(plain.row)):
+            if plain.row[other] == plain.row[m] and plain.entity[other] == plain.entity[m] > 0:
+                expected.add(other)
+    assert also == expected > masked
+
+
 def test_masking_rates_and_replacements(tmp_path):
     words = " ".join(WORDS[i % 14] for i in range(30))
     mentions = (0, 3, "x"), (4, 15, "y"), (16, 19, None), (24, 29, "z"), (30, 35, "w")

@@ -9,7 +9,7 @@ import torch
 
 import ann
 from encoder import Config, SpanEncodingLayer
-from memory import BatchMemory, EntityTable, MemoryAttention, MentionMemory
+from memory import BatchMemory, EntityTable, GivenMemory, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
                   predict_entity, split_into_blocks, start_positions)
 
@@ -160,6 +160,27 @@ def test_memory_attention_is_eq_6_to_9_without_the_own_passage(kind):
     torch.testing.assert_close(M, attention_by_hand(H, layer, table.keys, table.values, table.passage, k),
                                atol=1e-5, rtol=1e-5)
     assert torch.allclose(found.weights.sum(-1), torch.ones(6))
+
+
+def test_given_memories_are_of_the_mentions_own_entity_and_of_other_passages():
+    torch.manual_seed(1)
+    H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
+    given = GivenMemory(table, 50)
+    own = table.entity[table.passage == 7]                      # the passage of mentions 0, 1, 2
+    given.entity = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # 49: of no row
+    _, found = layer(H, Mentions, given)
+    query = layer.query(H, Mentions.row, Mentions.start, Mentions.end).detach()
+    for m in range(6):
+        expected, total = torch.zeros(table.values.shape[1]), 0.0
+        for i in found.ids[m].tolist():
+            if i >= 0:
+                assert table.entity[i] == given.entity[m] > 0 and table.passage[i] != Mentions.passage[m]
+                weight = math.exp(float(query[m] @ table.keys[i]))
+                expected, total = expected + weight * table.values[i], total + weight
+        torch.testing.assert_close(found.value[m], expected / max(total, 1e-9), atol=1e-5, rtol=1e-5)
+        if m in (1, 2, 5):
+            assert total == 0                                   # nothing is given
+    assert (found.ids[3:5] >= 0).any() and not found.value.requires_grad        # queries learn nothing from it
 
 
 @torch.no_grad()

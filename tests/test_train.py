@@ -581,6 +581,22 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path, memory_
     for name in first:
         torch.testing.assert_close(first[name], second[name], atol=5e-4 if memory_from else 2e-4, rtol=1e-3)
 
+@pytest.mark.slow
+def test_while_memories_are_given_only_reading_is_learnt(trained, capsys):
+    before = weights(trained / "tome.pt")
+    (trained / "tome.pt").unlink()
+    assert run("--stage", "tome", "--out", trained, "--set", "teacher_forcing=0.5") == 0
+    assert "batch-tome: already trained" in capsys.readouterr().out
+    *_, without, half = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
+    assert half["entity"] > 0.6 * without["entity"]         # a mean over the two steps that have this loss
+    assert not equal(before, weights(trained / "tome.pt"))
+    (trained / "tome.pt").unlink()
+    assert run("--stage", "tome", "--out", trained, "--set", "teacher_forcing=1") == 0
+    after, began = weights(trained / "tome.pt"), weights(trained / "batch-tome.pt")
+    moved = {name for name in after if not torch.equal(after[name], began["encoder.tome." + name])}
+    assert any(".transformer." in name for name in moved) and any("memory_attention.up" in name for name in moved)
+    assert not [name for name in moved if name.startswith(("initial", "answer")) or "query" in name]
+
 @pytest.mark.parametrize("memory", ["entities", "none"])
 @pytest.mark.slow
 def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path, memory, capsys):
