@@ -234,9 +234,9 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
         if is_withheld is not None:
             masked = masked[~is_withheld[batch.entity.numpy()[masked]]]
         if all_of_entity:
-            entity = batch.entity.numpy()
-            pair = np.where(entity, batch.row.numpy() * len(corpus.entity_names) + entity, -1)
-            masked = np.union1d(masked, np.flatnonzero(np.isin(pair, pair[masked]) & (entity > 0)))
+            pair = (batch.row * len(corpus.entity_names) + batch.entity).numpy()
+            also = np.isin(pair, pair[masked]) & (batch.entity.numpy() > 0)
+            masked = np.union1d(masked, np.flatnonzero(also))
         chosen |= np.isin(owner, kept[masked])
     fate = rng.random(chosen.sum())         # 80% [MASK], 10% a random word, 10% left as they are
     words = rng.choice(corpus.words, len(fate))

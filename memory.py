@@ -8,8 +8,9 @@
     Value(m) = sum_i alpha_i MemValue(i)                                              eq. 8
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
-Three memories offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
-§2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); EntityTable, a baseline.
+Four memories offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
+§2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); GivenMemory, the same while
+reading is learnt; EntityTable, a baseline.
 M is the number of mentions that ask, N that of memories, K that of retrieved ones.
 """
 import copy
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
@@ -28,6 +30,7 @@ from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
 BATCH_TOKENS = 16384            # tokens that are encoded at a time
+N_GIVEN = 8                     # memories that a mention is given in teacher forcing
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
@@ -167,35 +170,33 @@ class MentionMemory:
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
-class GivenMemory:
-    """Teacher forcing: instead of the memories that it would find, a mention attends to n random
-    ones of its own entity, from other passages. So a model learns to read what it retrieves before
-    it retrieves well. Queries learn nothing from it."""
-    def __init__(self, memory, n_entities, n=8):
-        self.memory, self.n = memory, n
-        entity = ann.gather(memory.entity)
-        self.row = entity.argsort(stable=True)                  # of all processes, by entity
-        count = torch.bincount(entity, minlength=n_entities)
-        self.start, self.count = count.cumsum(0) - count, count
-        self.entity = None          # (M,) of the mentions that will ask; 0: nothing is given
+class GivenMemory(MentionMemory):
+    """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
+    of its own entity, from other passages. So a model learns to read what it retrieves before it
+    retrieves well. Queries learn nothing from it. `wanted` (M,) has to be set to the entities of
+    the mentions that will ask; 0: nothing is given."""
+    def __init__(self, memory, n_entities):
+        vars(self).update(vars(memory))
+        entity = ann.gather(self.entity)
+        self.count = torch.bincount(entity, minlength=n_entities)           # (E,)
+        self.first = self.count.cumsum(0) - self.count
+        # Rows of all processes, entity after entity. The last place is read for the last entities,
+        # if they have no row.
+        self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
-    def attend(self, query, passage, k=None, k_shard=None):
-        memory, wanted = self.memory, self.entity[:, None]
-        chance = torch.rand(len(wanted), self.n, device=query.device)
-        place = self.start[wanted] + (chance * self.count[wanted]).long()                   # (M, n)
-        ids = self.row[place.clamp(max=len(self.row) - 1)]
-        keys, values, entity, of = ann.fetch(
-            ids, [memory.keys, memory.values, memory.entity, memory.passage])
-        excluded = (wanted == 0) | (entity != wanted) | (of == passage[:, None])
-        scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(excluded, -torch.inf)
-        weights = attention_weights(scores)
-        value = torch.einsum("mk,mkv->mv", weights, values.float())
-        return Retrieved(scores, ids.masked_fill(excluded, -1), entity, weights, value)
+    def retrieve(self, query, passage, k=None, k_shard=None):
+        first, count = (x[self.wanted, None] for x in (self.first, self.count))
+        chance = torch.rand(len(query), N_GIVEN, device=query.device)
+        ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
+        keys, entity, of = ann.fetch(ids, [self.keys, self.entity, self.passage])
+        ids = ids.masked_fill(of == passage[:, None], -1)
+        scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
+        return Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
     mentions: a data.Batch, of which row, start, end and passage, each (M,), are used. memory: one
-    of the three above."""
+    of the four above."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard

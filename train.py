@@ -9,7 +9,8 @@
                                                   or questions           mention that is asked for
 
 A cloze is a true claim with one mention masked. Linking is entity prediction once more, from the
-queries of the last memory layer.
+queries of the last memory layer. On real text (preset mini) tome's first part is teacher forcing:
+memories are given, and MLM is the only loss.
 
     python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -80,7 +81,7 @@ class Settings:
     cluster: int = 256              # related passages that stand together (app. A.1)
     mentions: int = 24              # at most, per passage on average; of more, a sample is used
     mention_rate: float = 0.2       # share of mentions that are masked
-    all_of_entity: int = 0          # 1: all mentions of its entity in the passage with it
+    all_of_entity: int = 0          # 1: with a mention, all of its entity in the passage are masked
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
     entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
@@ -308,21 +309,20 @@ def tome_stage(run, recipe, start=None):
     is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
     is_linked = config.n_blocks > 1 or config.memory == "entities"
     linking_weight = weight if is_linked else run.settings.linking_weight
-    given_steps = 0
-    if not run.is_baseline:
-        given_steps = run.settings.teacher_forcing * recipe["steps"]
+    given_steps = 0 if run.is_baseline else run.settings.teacher_forcing * recipe["steps"]
+    if given_steps:
         given = GivenMemory(training_memory, len(run.corpus.entity_names))
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away.
 
-        In the first steps memories are given, and only what comes after them learns. Where search
-        rarely finds the entity (on real text in one of ten mentions), reading is not learnt from
-        what it finds."""
+        Teacher forcing: in the first steps memories are given, and the layers below them stand
+        still. Where search rarely finds the entity (on real text for one masked mention in ten),
+        reading is not learnt from what it finds."""
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         if step < given_steps:
-            given.entity = named
+            given.wanted = named
             with torch.no_grad():
                 H0 = model.read_initial(batch.tokens, batch.attention_mask)
             H, _ = model.read_blocks(H0, batch.attention_mask, batch, given)

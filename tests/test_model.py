@@ -167,14 +167,14 @@ def test_given_memories_are_of_the_mentions_own_entity_and_of_other_passages():
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
     given = GivenMemory(table, 50)
     own = table.entity[table.passage == 7]                      # the passage of mentions 0, 1, 2
-    given.entity = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # 49: of no row
+    given.wanted = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # 49: of no row
     _, found = layer(H, Mentions, given)
     query = layer.query(H, Mentions.row, Mentions.start, Mentions.end).detach()
     for m in range(6):
         expected, total = torch.zeros(table.values.shape[1]), 0.0
         for i in found.ids[m].tolist():
             if i >= 0:
-                assert table.entity[i] == given.entity[m] > 0 and table.passage[i] != Mentions.passage[m]
+                assert table.entity[i] == given.wanted[m] > 0 and table.passage[i] != Mentions.passage[m]
                 weight = math.exp(float(query[m] @ table.keys[i]))
                 expected, total = expected + weight * table.values[i], total + weight
         torch.testing.assert_close(found.value[m], expected / max(total, 1e-9), atol=1e-5, rtol=1e-5)

@@ -11,7 +11,7 @@ import ann
 import data
 import memory as memory_file
 import train
-from memory import MentionMemory, load_memory
+from memory import GivenMemory, MentionMemory, load_memory
 
 TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16, "eval_mentions": 20,
         "k_answer": 40, "k_answer_shard": 40,               # k_shard = k: the search is exact
@@ -78,6 +78,14 @@ def process(rank, size, folder, stages, results):
         result = first_step(folder, stage, found)
         if stage == "tome":
             result |= {"ids": [f.ids for f in found], "n_local": n_local[0]}
+            run = train.read_run(folder).open("cpu")
+            given = GivenMemory(load_memory(run.folder("memory")), len(run.corpus.entity_names))
+            batch = train.masked_batch(run, np.arange(16), 1, rank)
+            given.wanted = batch.entity
+            read = given.attend(torch.randn(len(batch.entity), 64), batch.passage, 8, 8)
+            result["given"] = {"wanted": batch.entity, "passage": batch.passage, "ids": read.ids, "rows": len(given),
+                               "value": read.value, "weights": read.weights,
+                               "entity": given.entity, "of": given.passage, "values": given.values}
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
         run = train.read_run(folder).open("cpu")
@@ -163,6 +171,23 @@ def test_bytes_sent_in_a_step_are_those_of_the_readmes_formula(several, size):
         assert r["sent"]["ids"] == 8 * (2 * foreign(layer) + foreign(answer))
         assert r["sent"]["rows"] == (asked("layer") * (4 * d_K + 8 + 4 * d_V) + asked("answer") * (4 * d_K + 8))
         assert r["sent"]["gradients"] == 4 * sum(grad.numel() for grad in r["grads"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_given_memories_come_from_the_shards_of_all_processes(several, size):
+    given = [r["given"] for r in several[size]["tome"]]
+    entity, passage, values = (torch.cat([g[name] for g in given]) for name in ("entity", "of", "values"))
+    for rank, g in enumerate(given):
+        first, own = sum(other["rows"] for other in given[:rank]), 0
+        for m, ids in enumerate(g["ids"].tolist()):
+            found = [i for i in ids if i >= 0]
+            assert all(entity[i] == g["wanted"][m] and passage[i] != g["passage"][m] for i in found)
+            expected = sum((g["weights"][m, ids.index(i)] * ids.count(i) * values[i] for i in set(found)),
+                           torch.zeros(values.shape[1]))
+            torch.testing.assert_close(g["value"][m], expected, atol=1e-4, rtol=1e-4)
+            own += sum(first <= i < first + g["rows"] for i in found)
+        assert 0 < own < (g["ids"] >= 0).sum() or g["rows"] == 0        # some from here, some from other shards
 
 
 @pytest.mark.slow
