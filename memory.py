@@ -174,9 +174,10 @@ class GivenMemory(MentionMemory):
     """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
     of its own entity, from other passages. So a model learns to read what it retrieves before it
     retrieves well. Queries learn nothing from it. `wanted` (M,) has to be set to the entities of
-    the mentions that will ask; 0: nothing is given."""
+    the mentions that will ask; 0: nothing is given, but where others_search, they search."""
     def __init__(self, memory, n_entities):
         vars(self).update(vars(memory))
+        self.others_search = False
         entity = ann.gather(self.entity)
         self.count = torch.bincount(entity, minlength=n_entities)           # (E,)
         self.first = self.count.cumsum(0) - self.count
@@ -184,14 +185,21 @@ class GivenMemory(MentionMemory):
         # if they have no row.
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
-    def retrieve(self, query, passage, k=None, k_shard=None):
+    def retrieve(self, query, passage, k, k_shard):
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
         keys, entity, of = ann.fetch(ids, [self.keys, self.entity, self.passage])
         ids = ids.masked_fill(of == passage[:, None], -1)
         scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
-        return Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
+        given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
+        if not self.others_search:
+            return given
+        found = super().retrieve(query, passage, k, k_shard)
+        is_given = self.wanted[:, None] > 0
+        return Retrieved(*(
+            torch.cat([g.masked_fill(~is_given, none), f.masked_fill(is_given, none)], 1)
+            for g, f, none in zip(given, found, (-torch.inf, -1, 0))))
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
@@ -227,7 +235,9 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """Memory rows of the linked mentions of these passages (their numbers, ascending, not empty),
     from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
     encoder.eval()
-    parts = []
+    # Of passages without a linked mention (28% of a real text) only one is read: there must be one.
+    linked = np.array([corpus.passage_entities(p).any() for p in passages])
+    passages, parts = passages[linked | (passages == passages[0])], []
     # Passages of similar length are read together: the last one sets the width of a batch.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
     left = np.argsort(lengths, kind="stable")

@@ -102,6 +102,8 @@ class Settings:
     linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
+    still_given: float = 0.0        # share of mentions to which they are given right after these
+                                    # steps; it falls to none
     log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -302,41 +304,51 @@ def tome_stage(run, recipe, start=None):
     model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
     start_from(run, model, start)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
+    is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
     if not run.is_baseline:
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
+    if not run.is_baseline and is_withheld.any():
+        # Never right, they would teach queries of eq. 10 not to find them.
+        training_memory = training_memory.select(~is_withheld[training_memory.entity])
     items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
-    is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
     is_linked = config.n_blocks > 1 or config.memory == "entities"
     linking_weight = weight if is_linked else run.settings.linking_weight
-    given_steps = 0 if run.is_baseline else run.settings.teacher_forcing * recipe["steps"]
-    if given_steps:
+    forcing, still_given = run.settings.teacher_forcing, run.settings.still_given
+    if run.is_baseline:
+        forcing = still_given = 0
+    if forcing or still_given:
         given = GivenMemory(training_memory, len(run.corpus.entity_names))
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away.
 
-        Teacher forcing: in the first steps memories are given, and the layers below them stand
-        still. Where search rarely finds the entity (on real text for one masked mention in ten),
-        reading is not learnt from what it finds."""
+        Teacher forcing: in the first steps memories are given to all mentions, and the layers below
+        stand still; then to fewer and fewer. Where search rarely finds the entity (on real text for
+        one masked mention in ten), reading is not learnt from what it finds."""
+        left = (recipe["steps"] - step) / recipe["steps"]       # from 1 to 0
+        share = 1.0 if left > 1 - forcing else still_given * left / (1 - forcing)
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
-        if step < given_steps:
-            given.wanted = named
-            with torch.no_grad():
-                H0 = model.read_initial(batch.tokens, batch.attention_mask)
-            H, _ = model.read_blocks(H0, batch.attention_mask, batch, given)
-            return {"mlm": (1.0, mlm_loss(model.mlm_logits(H, batch.target_index), batch.target))}
-        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
-        found = retrieve_answer(model, H, batch, training_memory, slice(None))
+        asked, attended = named, training_memory
+        if share > 0:
+            is_given = torch.rand(len(named), device=named.device) < share
+            asked, attended = torch.where(is_given, 0, named), given
+            given.wanted, given.others_search = torch.where(is_given, named, 0), share < 1
+        with torch.set_grad_enabled(share < 1):
+            H0 = model.read_initial(batch.tokens, batch.attention_mask)
+        H, layers = model.read_blocks(H0, batch.attention_mask, batch, attended)
         mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
-        entity = entity_prediction_loss(found.scores, found.entity, named)
+        if share == 1:
+            return {"mlm": (1.0, mlm)}
+        found = retrieve_answer(model, H, batch, training_memory, slice(None))
+        entity = entity_prediction_loss(found.scores, found.entity, asked)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
         # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
         # finding the entity.
         if linking_weight and layers[-1] is not None:
-            linking = entity_prediction_loss(layers[-1].scores, layers[-1].entity, named)
+            linking = entity_prediction_loss(layers[-1].scores, layers[-1].entity, asked)
             result["linking"] = (linking_weight, linking)
         return result
 
@@ -817,9 +829,9 @@ SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
 # TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
-                           "entity_weight", "linking_weight", "teacher_forcing", "memory_fraction",
-                           "cloze_weight"},
-            "tome": {"cloze_weight"}, "claims": set(), "qa": set()}
+                           "entity_weight", "linking_weight", "teacher_forcing", "still_given",
+                           "memory_fraction", "cloze_weight", "log_every"},
+            "tome": {"cloze_weight", "log_every"}, "claims": set(), "qa": set()}
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
            "n_upper", "n_blocks")

@@ -182,6 +182,26 @@ def test_given_memories_are_of_the_mentions_own_entity_and_of_other_passages():
             assert total == 0                                   # nothing is given
     assert (found.ids[3:5] >= 0).any() and not found.value.requires_grad        # queries learn nothing from it
 
+def test_where_only_some_mentions_are_given_memories_the_others_search():
+    torch.manual_seed(1)
+    H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
+    given = GivenMemory(table, 50)
+    given.wanted, given.others_search = torch.tensor([int(table.entity[20]), 0, 49, int(table.entity[25]), 0, 0]), True
+    _, mixed = layer(H, Mentions, given)
+    _, searched = layer(H, Mentions, table)
+    for m, wanted in enumerate(given.wanted.tolist()):
+        ids = [i for i in mixed.ids[m].tolist() if i >= 0]
+        if wanted:
+            assert all(table.entity[i] == wanted and table.passage[i] != Mentions.passage[m] for i in ids)
+            assert bool(ids) == (wanted != 49)                  # 49: of no row
+        else:
+            assert ids == [i for i in searched.ids[m].tolist() if i >= 0]
+            torch.testing.assert_close(mixed.value[m], searched.value[m])
+    mixed.value[given.wanted > 0].sum().backward(retain_graph=True)
+    assert layer.query.linear.weight.grad.abs().sum() == 0
+    mixed.value[given.wanted == 0].sum().backward()
+    assert layer.query.linear.weight.grad.abs().sum() > 0
+
 
 @torch.no_grad()
 def test_a_mention_that_is_allowed_nothing_adds_nothing():
