@@ -174,7 +174,8 @@ class GivenMemory(MentionMemory):
     """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
     of its own entity, from other passages. So a model learns to read what it retrieves before it
     retrieves well. Queries learn nothing from it. `wanted` (M,) has to be set to the entities of
-    the mentions that will ask; 0: nothing is given, but where others_search, they search."""
+    the mentions that will ask; 0: nothing is given, but where others_search, they search. What all
+    would have found is in `found` then."""
     def __init__(self, memory, n_entities):
         vars(self).update(vars(memory))
         self.others_search = False
@@ -195,7 +196,7 @@ class GivenMemory(MentionMemory):
         given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
         if not self.others_search:
             return given
-        found = super().retrieve(query, passage, k, k_shard)
+        self.found = found = super().retrieve(query, passage, k, k_shard)
         is_given = self.wanted[:, None] > 0
         return Retrieved(*(
             torch.cat([g.masked_fill(~is_given, none), f.masked_fill(is_given, none)], 1)

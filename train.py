@@ -102,8 +102,7 @@ class Settings:
     linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
-    still_given: float = 0.0        # share of mentions to which they are given right after these
-                                    # steps; it falls to none
+    still_given: float = 0.0        # share of mentions to which they are given in later steps
     log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
     eval_mentions: int = 1000       # of each kind, seen and unseen
@@ -325,10 +324,9 @@ def tome_stage(run, recipe, start=None):
         text and would give the answer away.
 
         Teacher forcing: in the first steps memories are given to all mentions, and the layers below
-        stand still; then to fewer and fewer. Where search rarely finds the entity (on real text for
-        one masked mention in ten), reading is not learnt from what it finds."""
-        left = (recipe["steps"] - step) / recipe["steps"]       # from 1 to 0
-        share = 1.0 if left > 1 - forcing else still_given * left / (1 - forcing)
+        stand still; later to some. Where search rarely finds the entity (on real text for one
+        masked mention in ten), reading is not learnt from what it finds, and is unlearnt again."""
+        share = 1.0 if step < forcing * recipe["steps"] else still_given
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)
         asked, attended = named, training_memory
         if share > 0:
@@ -346,9 +344,11 @@ def tome_stage(run, recipe, start=None):
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
         # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
-        # finding the entity.
+        # finding the entity. A query is made before anything is read: those of mentions that are
+        # given memories count, too.
         if linking_weight and layers[-1] is not None:
-            linking = entity_prediction_loss(layers[-1].scores, layers[-1].entity, asked)
+            searched = given.found if share > 0 else layers[-1]
+            linking = entity_prediction_loss(searched.scores, searched.entity, named)
             result["linking"] = (linking_weight, linking)
         return result
 

@@ -197,6 +197,7 @@ def test_where_only_some_mentions_are_given_memories_the_others_search():
         else:
             assert ids == [i for i in searched.ids[m].tolist() if i >= 0]
             torch.testing.assert_close(mixed.value[m], searched.value[m])
+    assert (given.found.ids == searched.ids).all() and given.found.scores.requires_grad
     mixed.value[given.wanted > 0].sum().backward(retain_graph=True)
     assert layer.query.linear.weight.grad.abs().sum() == 0
     mixed.value[given.wanted == 0].sum().backward()

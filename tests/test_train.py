@@ -599,25 +599,24 @@ def test_while_memories_are_given_only_reading_is_learnt(trained, capsys):
     assert not [name for name in moved if name.startswith(("initial", "answer")) or "query" in name]
 
 @pytest.mark.slow
-def test_a_falling_share_of_mentions_is_given_memories_and_not_asked_and_withheld_ones_are_in_no_loss(tiny, small_world, tmp_path, monkeypatch):
-    given, asked, plain, loss = [], [], train.retrieve_answer, train.entity_prediction_loss
+def test_of_mentions_given_memories_only_queries_are_asked_and_withheld_ones_are_in_no_loss(
+        tiny, small_world, tmp_path, monkeypatch):
+    n, asked, withheld, plain, loss = [], [], set(), train.retrieve_answer, train.entity_prediction_loss
 
     def retrieve(tome, H, batch, memory, at):
         if isinstance(at, slice):                               # in training
-            withheld = set(train.read_run(tmp_path).open("cpu").is_withheld.nonzero()[0].tolist())
+            withheld.update(train.read_run(tmp_path).open("cpu").is_withheld.nonzero()[0].tolist())
             assert withheld and not withheld & set(memory.entity.tolist())
-            given.append([len(batch.entity), withheld])
+            n.append(len(batch.entity))
         return plain(tome, H, batch, memory, at)
 
     monkeypatch.setattr(train, "retrieve_answer", retrieve)
     monkeypatch.setattr(train, "entity_prediction_loss", lambda *a: asked.append(a[2]) or loss(*a))
-    assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path,
-               "--set", "still_given=0.9", "--set", "withheld=0.5") == 0
-    shares = []
-    for (n, withheld), entity in zip(given, asked, strict=True):
-        assert not withheld & set(entity.tolist())
-        shares.append(float((entity > 0).sum()) / n)
-    assert len(shares) == 4 and shares[0] < 0.15 and shares[0] < shares[-1] < 0.6
+    assert run("--stage", "tome", "--corpus", small_world, "--out", tmp_path, "--set", "still_given=0.9",
+               "--set", "withheld=0.5", "--set", "linking_weight=0.3") == 0
+    assert not any(withheld & set(entity.tolist()) for entity in asked)
+    answers, links = (sum(int((entity > 0).sum()) for entity in asked[i::2]) / sum(n) for i in (0, 1))
+    assert len(n) == 4 and 0 < answers < 0.15 < 0.3 < links < 0.7
 
 @pytest.mark.parametrize("memory", ["entities", "none"])
 @pytest.mark.slow
