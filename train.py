@@ -122,10 +122,10 @@ PRESETS = {
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing=0.46,
-        mention_rate=0.5, all_of_entity=1, token_rate=0.07, bert_rate=0.25, log_every=200,
-        save_every=100, eval_mentions=100, schedule={
-            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1300, 8e-4, 20, 64),
+        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing=0.29,
+        still_given=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07, bert_rate=0.25,
+        log_every=200, save_every=100, eval_mentions=100, schedule={
+            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
