@@ -12,8 +12,8 @@ of the query's own passage (passage -1 is nobody's) and every score that is not 
 Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 or bfloat16, and may
 be a numpy memory map; scores are float32. Gradients pass only through `dot` and `gather`.
 
-What processes send each other is sent at the end of this file. Without an initialised process
-group, every function there does the same for the one process.
+The functions by which processes send each other data stand at the end. Without an initialised
+process group, each of them does the same for the one process.
 """
 from collections import Counter
 from itertools import pairwise
@@ -284,7 +284,7 @@ def exchange(what, x, send, receive):
 
 @torch.no_grad()
 def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
-    """The k best for this process's queries of the k_shard best in every shard (app. C.1).
+    """For each query of this process, the k best of every shard's k_shard best (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);
     ids number the rows of all shards one after the other. Exact if k_shard = k; with less, what a

@@ -220,7 +220,7 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
     rng: a numpy Generator. max_mentions: per passage on average; of more, a uniform sample stays in
     the batch (None: all stay). Mentions left out keep their markers in the text, but are neither
     masked nor used. is_withheld (E,): entities whose mentions are never masked. all_of_entity: with
-    a linked mention all others of its entity in the passage are masked."""
+    a linked mention all others of its entity in the passage are masked, too."""
     batch = corpus_batch(corpus, passages)
     tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
     kept = np.arange(len(batch.row))

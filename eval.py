@@ -18,7 +18,8 @@ beside it controls:
 
 An entity is "seen" if a training passage links it; an "unseen" one came with the memory; a
 "withheld" one (--set withheld=0.25) stands in training passages, but no loss of pre-training named
-it. "gain" is "memory" minus "emptied", the mean over mentions. Intervals are of 95%.
+it, and TOME trained without its memories. "gain" is "memory" minus "emptied", the mean over
+mentions. Intervals are of 95%.
 This program only reads: it neither trains nor builds.
 """
 import argparse

@@ -30,7 +30,7 @@ from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
 BATCH_TOKENS = 16384            # tokens that are encoded at a time
-N_GIVEN = 8                     # memories that a mention is given in teacher forcing
+N_GIVEN = 8                     # memories of its own entity that GivenMemory gives a mention
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
@@ -73,7 +73,7 @@ class BatchMemory:
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
     each entity, trained with the model in place of the mention memory. Training teaches nothing
-    about entities that it never names, but that they are not asked for. Row 0 is no entity."""
+    about entities that it never names, but that they are never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -105,9 +105,10 @@ class MentionMemory:
         """
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
-        if self.index is None:
-            self.index = ann.BucketedIndex(self.keys, int(4 * len(self) ** 0.5), self.passage)
-        return self.index.search(query, k, self.n_search, query_passage)
+        with torch.autocast(query.device.type, enabled=False):          # in float32, as ann.dot
+            if self.index is None:
+                self.index = ann.BucketedIndex(self.keys, int(4 * len(self) ** 0.5), self.passage)
+            return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
@@ -171,11 +172,11 @@ class MentionMemory:
         return self.changed(passage=article[self.passage], index=None)
 
 class GivenMemory(MentionMemory):
-    """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
-    of its own entity, from other passages. So a model learns to read what it retrieves before it
-    retrieves well. Queries learn nothing from it. `wanted` (M,) has to be set to the entities of
-    the mentions that will ask; 0: nothing is given, but where others_search, they search. What all
-    would have found is in `found` then."""
+    """Teacher forcing: instead of the memories that it would find, a mention retrieves N_GIVEN
+    random ones of its own entity, from other passages. So a model learns to read what it retrieves
+    before it retrieves well. Queries learn nothing from it. `wanted` (M,) has to be set to the
+    entities of the mentions that will ask; 0: given nothing. With others_search these search the
+    memory, and `found` keeps what a search finds for every mention."""
     def __init__(self, memory, n_entities):
         vars(self).update(vars(memory))
         self.others_search = False
@@ -190,15 +191,15 @@ class GivenMemory(MentionMemory):
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
-        keys, entity, of = ann.fetch(ids, [self.keys, self.entity, self.passage])
-        ids = ids.masked_fill(of == passage[:, None], -1)
+        keys, entity, key_passage = ann.fetch(ids, [self.keys, self.entity, self.passage])
+        ids = ids.masked_fill(key_passage == passage[:, None], -1)
         scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
         given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
         if not self.others_search:
             return given
         self.found = found = super().retrieve(query, passage, k, k_shard)
         is_given = self.wanted[:, None] > 0
-        return Retrieved(*(
+        return Retrieved(*(             # `none` fills the columns that are not the mention's
             torch.cat([g.masked_fill(~is_given, none), f.masked_fill(is_given, none)], 1)
             for g, f, none in zip(given, found, (-torch.inf, -1, 0))))
 
@@ -224,22 +225,17 @@ class MemoryAttention(nn.Module):
         # otherwise mention starts would have another scale than their neighbours.
         return self.norm(H), found
 
-# ==== Set apart: files ============================================================================
-# Plain .npy arrays by shard, so that any number of processes writes the same files.
-
-def array_file(folder, shard, name):
-    return Path(folder) / f"{name}-{shard:05d}.npy"
-
 @torch.no_grad()
 @np.errstate(over="ignore")         # build_memory refuses what is not finite
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
-    """Memory rows of the linked mentions of these passages (their numbers, ascending, not empty),
+    """Memory rows of the linked mentions of these passages (their numbers, at least one),
     from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
     encoder.eval()
-    # Of passages without a linked mention (28% of a real text) only one is read: there must be one.
+    # Without a linked mention (28% of a real corpus's) they are not read, but for the first: so
+    # `parts` is not empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])
     passages, parts = passages[linked | (passages == passages[0])], []
-    # Passages of similar length are read together: the last one sets the width of a batch.
+    # Passages of similar length are read together: the longest sets the width of a batch.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
     left = np.argsort(lengths, kind="stable")
     while len(left):
@@ -256,6 +252,12 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     order = np.argsort(rows[-1])                                    # by mention
     keys, values, *ids = (array[order] for array in rows)
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
+
+# ==== Set apart: files ============================================================================
+# Plain .npy arrays by shard, so that any number of processes writes the same files.
+
+def array_file(folder, shard, name):
+    return Path(folder) / f"{name}-{shard:05d}.npy"
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All

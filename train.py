@@ -9,8 +9,8 @@
                                                   or questions           mention that is asked for
 
 A cloze is a true claim with one mention masked. Linking is entity prediction once more, from the
-queries of the last memory layer. On real text (preset mini) tome's first part is teacher forcing:
-memories are given, and MLM is the only loss.
+queries of the last memory layer. On real text (preset mini) tome begins with teacher forcing: each
+mention is given memories of its own entity, and MLM is the only loss; later half of them still are.
 
     python train.py --stage tome                                everything, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -60,7 +60,7 @@ from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_predic
                   share_of_mean, split_into_blocks, start_positions)
 
 # Entities are seen: linked in a training passage; unseen: in none; or withheld: linked there, but
-# named by no loss.
+# named by no loss of pre-training, and not in the memory of stage tome.
 KINDS = ("seen", "unseen", "withheld")
 
 @dataclass
@@ -86,7 +86,8 @@ class Settings:
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
     entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
     coref_entities: int = 1_000_000     # coreference only over the most frequent entities
-    withheld: float = 0.0           # share of entities that no loss names, to be evaluated on
+    withheld: float = 0.0           # share of entities that pre-training does not name, to be
+                                    # evaluated on
     memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
     memory_dtype: str = "float16"
     beta2: float = 0.999
@@ -99,19 +100,19 @@ class Settings:
     bert_rate: float = 1.0          # multiple of the learning rate for what --init loaded, but for
                                     # the layers above the memory
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
+    linking_weight: float = 0.0     # of linking in TOME-1; else it is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
-    still_given: float = 0.0        # share of mentions to which they are given in later steps
+    still_given: float = 0.0        # share of mentions that are given memories in all later steps
     log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
-    eval_mentions: int = 1000       # of each kind, seen and unseen
+    eval_mentions: int = 1000       # of each of KINDS
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
-# What differs from the paper's numbers. toy: ten minutes on a core. mini: a few hundred articles.
+# What differs from the paper's numbers. toy: eight minutes. mini: for a few hundred articles.
 # Their models are small and their steps few, so rates are five to a hundred times the paper's. A
 # shard offers all k, so that the search is exact whatever the number of processes.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
@@ -307,7 +308,7 @@ def tome_stage(run, recipe, start=None):
     if not run.is_baseline:
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
     if not run.is_baseline and is_withheld.any():
-        # Never right, they would teach queries of eq. 10 not to find them.
+        # Memories of withheld entities, never right, would teach queries not to find them.
         training_memory = training_memory.select(~is_withheld[training_memory.entity])
     items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
@@ -323,32 +324,34 @@ def tome_stage(run, recipe, start=None):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away.
 
-        Teacher forcing: in the first steps memories are given to all mentions, and the layers below
-        stand still; later to some. Where search rarely finds the entity (on real text for one
-        masked mention in ten), reading is not learnt from what it finds, and is unlearnt again."""
-        share = 1.0 if step < forcing * recipe["steps"] else still_given
-        named = torch.where(is_withheld[batch.entity], 0, batch.entity)
-        asked, attended = named, training_memory
-        if share > 0:
-            is_given = torch.rand(len(named), device=named.device) < share
-            asked, attended = torch.where(is_given, 0, named), given
-            given.wanted, given.others_search = torch.where(is_given, named, 0), share < 1
-        with torch.set_grad_enabled(share < 1):
+        Teacher forcing: in the first steps all mentions are given memories, and the Transformer
+        layers below stand still; later a share of them, or reading is unlearnt again: search rarely
+        finds the entity (on real text for one masked mention in ten)."""
+        given_share = 1.0 if step < forcing * recipe["steps"] else still_given
+        named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
+        answer, attended = named, training_memory
+        if given_share > 0:
+            is_given = torch.rand(len(named), device=named.device) < given_share
+            answer = torch.where(is_given, 0, named)                # their z has read the answer
+            given.wanted, given.others_search = torch.where(is_given, named, 0), given_share < 1
+            attended = given
+        with torch.set_grad_enabled(given_share < 1):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
         H, layers = model.read_blocks(H0, batch.attention_mask, batch, attended)
         mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
-        if share == 1:
+        if given_share == 1:
             return {"mlm": (1.0, mlm)}
         found = retrieve_answer(model, H, batch, training_memory, slice(None))
-        entity = entity_prediction_loss(found.scores, found.entity, asked)
+        entity = entity_prediction_loss(found.scores, found.entity, answer)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
         # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
-        # finding the entity. A query is made before anything is read: those of mentions that are
-        # given memories count, too.
+        # finding the entity. TOME-1's query is made before anything is read: there mentions that
+        # are given memories count, too.
         if linking_weight and layers[-1] is not None:
-            searched = given.found if share > 0 else layers[-1]
-            linking = entity_prediction_loss(searched.scores, searched.entity, named)
+            searched = given.found if given_share > 0 else layers[-1]
+            of = named if config.n_blocks == 1 else answer
+            linking = entity_prediction_loss(searched.scores, searched.entity, of)
             result["linking"] = (linking_weight, linking)
         return result
 
@@ -442,7 +445,8 @@ def train_step(run, stage, recipe, optimizer, step):
     rank, size = ann.rank_and_size()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(recipe, step) * group["rate"]
-    torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))  # dropout
+    # The seed of dropout, and of which memories are given.
+    torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))
     stage.before_step(step)
     batch_of_all = stage.next_batch(step)
     batch = batch_of_all.part(rank, size).to(run.device)

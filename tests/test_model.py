@@ -182,6 +182,22 @@ def test_given_memories_are_of_the_mentions_own_entity_and_of_other_passages():
             assert total == 0                                   # nothing is given
     assert (found.ids[3:5] >= 0).any() and not found.value.requires_grad        # queries learn nothing from it
 
+@pytest.mark.parametrize("n_search", [None, 40])        # of 89 buckets
+def test_a_search_stays_in_float32_where_training_computes_in_bfloat16(n_search):
+    torch.manual_seed(0)
+    keys, query = torch.randn(500, 16), torch.randn(20, 16)
+    ids = torch.arange(500)
+    table = MentionMemory(keys, keys, ids, ids // 5, ids).bucketed(n_search)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = table.retrieve(query, ids[:20], 7, 7)
+    for m in range(20):
+        scores = (keys.double() @ query[m].double()).tolist()
+        best = sorted((i for i in range(500) if i // 5 != m), key=lambda i: -scores[i])[:7]
+        if n_search is None:
+            assert found.ids[m].tolist() == best
+        assert set(found.ids[m].tolist()) & set(best) and min(found.ids[m]) >= 0
+        assert found.scores[m].tolist() == pytest.approx([scores[i] for i in found.ids[m].tolist()], abs=1e-5)
+
 def test_where_only_some_mentions_are_given_memories_the_others_search():
     torch.manual_seed(1)
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
