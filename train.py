@@ -112,7 +112,7 @@ class Settings:
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
-# What differs from the paper's numbers. toy: eight minutes. mini: for a few hundred articles.
+# What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
 # Their models are small and their steps few, so rates are five to a hundred times the paper's. A
 # shard offers all k, so that the search is exact whatever the number of processes.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
@@ -305,20 +305,19 @@ def tome_stage(run, recipe, start=None):
     start_from(run, model, start)
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
+    forcing = still_given = 0
     if not run.is_baseline:
         training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
-    if not run.is_baseline and is_withheld.any():
-        # Memories of withheld entities, never right, would teach queries not to find them.
-        training_memory = training_memory.select(~is_withheld[training_memory.entity])
-    items = epochs_of(run, 2, training_passages(run))
-    mentions = sample_eval_mentions(run, run.settings.eval_mentions)
-    is_linked = config.n_blocks > 1 or config.memory == "entities"
-    linking_weight = weight if is_linked else run.settings.linking_weight
-    forcing, still_given = run.settings.teacher_forcing, run.settings.still_given
-    if run.is_baseline:
-        forcing = still_given = 0
+        if is_withheld.any():
+            # Memories of withheld entities, never right, would teach queries not to find them.
+            training_memory = training_memory.select(~is_withheld[training_memory.entity])
+        forcing, still_given = run.settings.teacher_forcing, run.settings.still_given
     if forcing or still_given:
         given = GivenMemory(training_memory, len(run.corpus.entity_names))
+    items = epochs_of(run, 2, training_passages(run))
+    mentions = sample_eval_mentions(run, run.settings.eval_mentions)
+    has_linking = config.n_blocks > 1 or config.memory == "entities"
+    linking_weight = weight if has_linking else run.settings.linking_weight
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
@@ -332,8 +331,8 @@ def tome_stage(run, recipe, start=None):
         answer, attended = named, training_memory
         if given_share > 0:
             is_given = torch.rand(len(named), device=named.device) < given_share
-            answer = torch.where(is_given, 0, named)                # their z has read the answer
             given.wanted, given.others_search = torch.where(is_given, named, 0), given_share < 1
+            answer = torch.where(is_given, 0, named)        # not of those whose z has read it
             attended = given
         with torch.set_grad_enabled(given_share < 1):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
