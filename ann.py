@@ -125,7 +125,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         (query, column, score), bar = high_scores(scores, bar, n)
         found.append((query, start + column, score))
         if end == N or sum(len(query) for query, _, _ in found) > Q * k:       # worth a higher bar
-            best = keep_best(best, map(torch.cat, zip(*found)), query_passage, key_passage)
+            candidates = [torch.cat(parts) for parts in zip(*found)]        # query, id, score
+            best = keep_best(best, candidates, query_passage, key_passage)
             bar = bar.maximum(best[0][:, -1])
             found = []
     return best

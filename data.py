@@ -248,7 +248,7 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = corpus_batch(corpus, corpus.passage_of(mentions))
-    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one a row
+    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one per row
     chosen = np.isin(inside_mentions(batch), np.flatnonzero(asked))
     return with_targets(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked))
 
@@ -388,17 +388,17 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
 
     A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
     special, none = special_ids(tokenizer), np.empty(0, np.int64)
-    asked = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
+    answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     nothing = np.array([special[CLS], special[SEP]], np.int32), none, none, none
-    room = max_length - len(asked)
+    room = max_length - len(answer)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, encoding in zip(examples, encodings):
         passages = encode_text(encoding, example.mentions, room, room, special, Counter())
         tokens, *columns = passages[0] if passages else nothing
         columns = [column[:max_mentions] for column in columns]
-        if asked:
+        if answer:
             at = len(tokens) - 1                                    # before [SEP]
-            tokens = np.insert(tokens, at, asked)
+            tokens = np.insert(tokens, at, answer)
             columns = [np.append(*pair) for pair in zip(columns, (at, at + 2, -1))]
         yield Passage(tokens, *columns)
 
@@ -434,7 +434,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
     batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
     answers = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
     batch.answer = torch.tensor([known[0] if known else 0 for known in answers])
-    batch.answer[batch.answer_mention < 0] = 0              # of a cloze that was cut before it asks
+    batch.answer[batch.answer_mention < 0] = 0      # a cloze whose masked entity was cut off
     return batch
 
 # ---------------------------------------------------------------- the toy world
@@ -657,9 +657,9 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
 MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 
 def open_text(path, max_line=-1) -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark; of
-    a longer one only max_line characters. Raises UserError for what is no file or cut off.
-    Bytes that are not UTF-8 become lone surrogates, which read_records refuses."""
+    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark. A
+    line of more than max_line characters comes in pieces. Raises UserError for what is no file or
+    cut off. Bytes that are not UTF-8 become lone surrogates, which read_records refuses."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     with open(path, "rb") as raw:
@@ -861,9 +861,8 @@ def _wordpiece(vocab) -> Tokenizer:
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     """WordPiece of an iterable of strings. With room for every word, each word is one token.
 
-    The trainer keeps every merge on the way to a word: rows of the embeddings that nothing uses
-    where all words fit. Then its vocabulary is not taken, but the words, and the characters to
-    spell new ones."""
+    If all words fit, the vocabulary is the words, and the characters to spell new ones. The trainer
+    would also keep every merge on the way to a word: rows of the embeddings that nothing uses."""
     tokenizer, words = _wordpiece(SPECIAL), set()
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer    # training locks these
 
@@ -1261,7 +1260,7 @@ QUESTION_TASKS = {
         "question": r["question"].strip(),
         "answer_text": sum(([a["answer"]] + a["aliases"] for a in r["answers"]), [])},
     "entityquestions": lambda r: {"question": r["question"].strip(),
-                                  "answer_text": r["answers"] + []}}
+                                  "answer_text": r["answers"] + []}}    # + []: a list, or an error
 
 def task_records(path):
     """The records of a JSON list, of {"Data": list} or of JSON lines."""
@@ -1290,7 +1289,8 @@ def answer_entities(corpus) -> dict:
 def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples
 
-    A question's "answers" are the entities in its "answer_text"; with none it is wrong (§4.4)."""
+    A question's "answers" are the entities in its "answer_text". A question with none counts as
+    answered wrongly (§4.4)."""
     if name in QUESTION_TASKS and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
     entity_of = answer_entities(corpus) if name in QUESTION_TASKS else {}

@@ -175,8 +175,8 @@ def init_weights(module, std):
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Columns: our name, BERT's, the paper's code's. First the parts that BERT has, then the others,
-# then endings. They are replaced from top to bottom: a name stands above one that it contains.
+# Columns: our name, then theirs: BERT's and the paper's code's, or only the latter's. At the end
+# stand endings. They are replaced from top to bottom: a name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
@@ -297,12 +297,4 @@ def read_flax(file, config):
         if name.endswith(".kernel"):                                # [in, out], [in, heads, size]
             tensor = tensor.flatten(1).T
         tensors[name] = tensor.flatten() if name.endswith(".bias") else tensor
-    # What no shape tells is in config.json, where it lies beside.
-    beside_it = beside(file, "config.json")
-    said = json.loads(beside_it.read_text()).get("model_config", {}) if beside_it else {}
-    for theirs, ours in (("dropout_rate", "dropout"), ("k_top_device", "k"),
-                         ("final_k_top_device", "k_answer")):
-        value = said.get("encoder_config", {}).get(theirs)
-        if value is not None:
-            setattr(config, ours, value)
     return config, tensors

@@ -237,6 +237,7 @@ def say_figures(figures, place=""):
         if isinstance(value, dict) and key != "interval":
             say_figures(value, f"{place}{key} ")
         elif value is not None and key != "interval":
+            # A gain is a list that holds its bounds; those of the others are in "interval".
             number, *bounds = [*np.ravel(value), *figures.get("interval", {}).get(key, [])]
             line += f"   {key} {number:.3f}" if isinstance(number, float) else f"   {key} {number}"
             line += f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""

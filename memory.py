@@ -9,8 +9,8 @@
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
 Four memories offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
-§2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); GivenMemory, the same while
-reading is learnt; EntityTable, a baseline.
+§2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); GivenMemory, the same with
+teacher forcing (preset mini); EntityTable, a baseline.
 M is the number of mentions that ask, N that of memories, K that of retrieved ones.
 """
 import copy
@@ -72,8 +72,8 @@ class BatchMemory:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
-    each entity, trained with the model in place of the mention memory. Training teaches nothing
-    about entities that it never names, but that they are never the answer. Row 0: no entity."""
+    each entity, trained with the model in place of the mention memory. Of an entity that training
+    never names it only learns that it is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -136,7 +136,7 @@ class MentionMemory:
         return ann.sum_over_processes(pairs[0].bincount(minlength=n_entities), pairs.device)
 
     def changed(self, **attributes):
-        """A copy with others in place of those named."""
+        """A copy with these attributes replaced."""
         other = copy.copy(self)
         vars(other).update(attributes)
         return other
@@ -172,19 +172,20 @@ class MentionMemory:
         return self.changed(passage=article[self.passage], index=None)
 
 class GivenMemory(MentionMemory):
-    """Teacher forcing: instead of the memories that it would find, a mention retrieves N_GIVEN
-    random ones of its own entity, from other passages. So a model learns to read what it retrieves
-    before it retrieves well. Queries learn nothing from it. `wanted` (M,) has to be set to the
-    entities of the mentions that will ask; 0: given nothing. With others_search these search the
-    memory, and `found` keeps what a search finds for every mention."""
+    """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
+    of its own entity: N_GIVEN draws with replacement, of which those of its own passage are
+    dropped. So a model learns to read what it retrieves before it retrieves well. Queries learn
+    nothing from it. `wanted` (M,) has to be set to the entities of the mentions that will ask; 0:
+    given nothing. If others_search is true, mentions with 0 search the memory instead, and `found`
+    keeps what a search would find for every mention."""
     def __init__(self, memory, n_entities):
         vars(self).update(vars(memory))
         self.others_search = False
         entity = ann.gather(self.entity)
         self.count = torch.bincount(entity, minlength=n_entities)           # (E,)
         self.first = self.count.cumsum(0) - self.count
-        # Rows of all processes, entity after entity. The last place is read for the last entities,
-        # if they have no row.
+        # Rows of all processes, entity after entity. One place more: `first` of the last entities
+        # points behind all rows if they have none.
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
     def retrieve(self, query, passage, k, k_shard):
@@ -199,9 +200,12 @@ class GivenMemory(MentionMemory):
             return given
         self.found = found = super().retrieve(query, passage, k, k_shard)
         is_given = self.wanted[:, None] > 0
-        return Retrieved(*(             # `none` fills the columns that are not the mention's
-            torch.cat([g.masked_fill(~is_given, none), f.masked_fill(is_given, none)], 1)
-            for g, f, none in zip(given, found, (-torch.inf, -1, 0))))
+
+        def join(given, found, none):       # a mention has one of the two, the other is filled up
+            return torch.cat([given.masked_fill(~is_given, none),
+                              found.masked_fill(is_given, none)], 1)
+        return Retrieved(join(given.scores, found.scores, -torch.inf),
+                         join(given.ids, found.ids, -1), join(given.entity, found.entity, 0))
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
@@ -211,7 +215,7 @@ class MemoryAttention(nn.Module):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
         self.query = SpanEncodingLayer(config.hidden, config.key_dim)
-        self.up = nn.Linear(config.value_dim, config.hidden)       # W_U, and the public code's bias
+        self.up = nn.Linear(config.value_dim, config.hidden)       # W_U, not BERT's `up`; a bias
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
@@ -231,7 +235,7 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """Memory rows of the linked mentions of these passages (their numbers, at least one),
     from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
     encoder.eval()
-    # Without a linked mention (28% of a real corpus's) they are not read, but for the first: so
+    # Passages without a linked mention (28% of a real corpus) are not read. The first always is, so
     # `parts` is not empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])
     passages, parts = passages[linked | (passages == passages[0])], []
@@ -274,7 +278,8 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
     about = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
     before = data.open_folder(old, "memory") if old else {}
-    n_old = before["n_passages"] // each if before.items() >= about.items() else 0
+    is_same_encoder = all(before.get(name) == about[name] for name in about)
+    n_old = before["n_passages"] // each if is_same_encoder else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [array_file(part, shard, name) for name in ARRAYS]
         if all(path.exists() for path in paths):
@@ -310,7 +315,8 @@ def load_memory(folder, fingerprint=None, device="cpu"):
     Mention Encoder that wrote it (app. B.6: TOME cannot learn to use another one's). Raises
     UserError, also where a file's checksum differs."""
     rank, size = ann.rank_and_size()
-    about = data.open_folder(folder, "memory", lambda name: int(name[-9:-4]) % size == rank)
+    about = data.open_folder(folder, "memory",      # "keys-00012.npy" is of shard 12
+                             lambda name: int(name[-9:-4]) % size == rank)
     if fingerprint not in (None, about["encoder"]):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]

@@ -5,8 +5,8 @@
     Hl = TOMEBlock_l(Hl-1),    l = 1 ... L        TOME-1: L = 1, TOME-2: L = 2          eq. 5
 
 The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
-give keys and values (§2.1.1). BATCH-TOME trains it: it reads a batch with the Mention Encoder, then
-again as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
+give keys and values (§2.1.1). BATCH-TOME trains this encoder: a batch is read with it, then again
+as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
 over the frozen memory of the whole corpus (§2.4). A last retrieval names the answer (eq. 10).
 
 In shapes: B passages of T tokens, M mentions of the whole batch (not the matrix M of eq. 2), K
@@ -117,8 +117,8 @@ class BatchTOME(nn.Module):
         """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
         mask = batch.attention_mask
         H0 = self.tome.read_initial(batch.tokens, mask)
-        # The memory is made from the unmasked text (our choice; the paper does not say). A passage
-        # never attends to its own mentions, so nothing leaks.
+        # The memory is made from the unmasked text (our choice; the paper does not say, its code
+        # reads the masked one). A passage never attends to its own mentions, so nothing leaks.
         linked = batch.entity > 0
         spans = batch.row[linked], batch.start[linked], batch.end[linked]
         keys, values = self.encoder(batch.unmasked, mask, *spans)
@@ -218,7 +218,7 @@ def start_positions(model):
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets the key, query and answer layers in closed form, from a few batches in which half of the
-    mentions are masked. Random ones find nothing: [H_s; H_e] is mostly the same for all mentions.
+    mentions are masked. Random layers find nothing: [H_s; H_e] is much the same for all mentions.
 
     Keys: the first n <= d_K principal components of [H_s; H_e] in unmasked text, whitened, each of
     variance self_score / n. So a key's mean score with itself is self_score; at 20 the softmax

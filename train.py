@@ -8,7 +8,7 @@
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
-A cloze is a true claim with one mention masked. Linking is entity prediction once more, from the
+A cloze is a true claim with one entity masked. Linking is entity prediction once more, from the
 queries of the last memory layer. On real text (preset mini) tome begins with teacher forcing: each
 mention is given memories of its own entity, and MLM is the only loss; later half of them still are.
 
@@ -37,7 +37,7 @@ import time
 import zipfile
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -68,7 +68,7 @@ class Schedule:
     """How long and how fast a stage learns; --steps, --batch and --lr replace its fields."""
     steps: int
     lr: float
-    warmup: int             # steps of linear warm-up; linear decay to zero follows
+    warmup: int             # steps of linear warm-up, at most a tenth; linear decay to zero follows
     batch: int              # passages or examples a step, of all processes together
 
 @dataclass
@@ -93,14 +93,14 @@ class Settings:
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    # But for `schedule` not the paper's: with these, small models learn in minutes.
+    # Not in the paper, but for `schedule`. With the presets' values small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
     bert_rate: float = 1.0          # multiple of the learning rate for what --init loaded, but for
                                     # the layers above the memory
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    linking_weight: float = 0.0     # of linking in TOME-1; else it is entity_weight
+    linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
     still_given: float = 0.0        # share of mentions that are given memories in all later steps
@@ -133,12 +133,12 @@ PRESETS = {
         init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
-            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 50, 64)}),
+            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 40, 64)}),
 }
 
 # ---- The stages ----------------------------------------------------------------------------------
 # Each but `memory` is a model, its batches and its losses; one loop, further down, serves all. A
-# loss is this process's share of the mean over the whole batch: the sum of all processes' gradients
+# loss is this process's part of the mean over the whole batch: the sum of all processes' gradients
 # is then the gradient of the whole batch, whatever their number.
 #
 # `run` is an open run folder (class Run, below): settings, config, corpus, device. Its init is a
@@ -154,7 +154,7 @@ class Stage(NamedTuple):
     """What train_stage asks of a stage."""
     model: torch.nn.Module
     next_batch: Callable            # step -> Batch of all processes
-    losses: Callable                # Batch of this process, step -> {name: (weight, its share)}
+    losses: Callable                # Batch of this process, step -> {name: (weight, loss)}
     evaluate: Callable              # () -> figures for the log; the best "score"'s weights are kept
     encoder: str = None             # fingerprint of the Mention Encoder
     before_step: Callable = lambda step: None
@@ -252,13 +252,13 @@ def batch_tome_stage(run, recipe):
         if step < fit_step:
             H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
             H, _ = model.tome.read_blocks(H0, batch.attention_mask)
-            asked = [H0, H]
+            outputs = [H0, H]
         else:
             H, _ = model(batch)
-            asked = [H]
+            outputs = [H]
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
-        coref = [coreference_loss(model.coref(states, batch.row, batch.start, batch.end), entity,
-                                  batch.passage) for states in asked]
+        coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
+                                  batch.passage) for output in outputs]
         mlm = mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
         return {"mlm": (1 - settings.coref_weight, mlm),
                 "coref": (settings.coref_weight, sum(coref) / len(coref))}
@@ -316,8 +316,9 @@ def tome_stage(run, recipe, start=None):
         given = GivenMemory(training_memory, len(run.corpus.entity_names))
     items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
-    has_linking = config.n_blocks > 1 or config.memory == "entities"
-    linking_weight = weight if has_linking else run.settings.linking_weight
+    linking_weight = run.settings.linking_weight
+    if config.n_blocks > 1 or config.memory == "entities":
+        linking_weight = weight
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
@@ -332,7 +333,7 @@ def tome_stage(run, recipe, start=None):
         if given_share > 0:
             is_given = torch.rand(len(named), device=named.device) < given_share
             given.wanted, given.others_search = torch.where(is_given, named, 0), given_share < 1
-            answer = torch.where(is_given, 0, named)        # not of those whose z has read it
+            answer = torch.where(is_given, 0, named)        # what is given has been read by z
             attended = given
         with torch.set_grad_enabled(given_share < 1):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
@@ -349,8 +350,8 @@ def tome_stage(run, recipe, start=None):
         # are given memories count, too.
         if linking_weight and layers[-1] is not None:
             searched = given.found if given_share > 0 else layers[-1]
-            of = named if config.n_blocks == 1 else answer
-            linking = entity_prediction_loss(searched.scores, searched.entity, of)
+            linked = named if config.n_blocks == 1 else answer
+            linking = entity_prediction_loss(searched.scores, searched.entity, linked)
             result["linking"] = (linking_weight, linking)
         return result
 
@@ -360,7 +361,7 @@ def tome_stage(run, recipe, start=None):
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
-    Each batch of claims adds equally many clozes: true claims with one mention masked, which both
+    Each batch of claims adds equally many clozes: true claims with one entity masked, which both
     the answer head and the last memory layer have to find. Labels alone do not teach what to
     retrieve: toy claims stayed at chance."""
     task, weight = recipe["kind"], 1.0
@@ -368,20 +369,20 @@ def finetune_stage(run, recipe, start=None, examples=None):
     memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
     start_from(run, model, start)
     path = examples or toy_examples(run, task, split="train")
-    examples, dev = read_task_examples(run, task, path)
+    training, dev = read_task_examples(run, task, path)
     clozes = []
     if task == "claims":
         # Labels that no example has are ruled out: where training had to unlearn them, toy claims
         # stayed at chance.
-        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in examples}
+        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in training}
         model.claim.bias.data[list(absent)] = -1e4
         rng, weight = np.random.default_rng([run.seed, 6]), run.settings.cloze_weight
-        clozes = [cloze for e in examples for cloze in clozes_of(run, e, rng)] if weight else []
-    items = epochs_of(run, 4, len(examples))
+        clozes = [cloze for e in training for cloze in clozes_of(run, e, rng)] if weight else []
+    items = epochs_of(run, 4, len(training))
     cloze_items = epochs_of(run, 5, len(clozes)) if clozes else None
 
     def next_batch(step):
-        chosen = [examples[i] for i in items(step, recipe["batch"])]
+        chosen = [training[i] for i in items(step, recipe["batch"])]
         if clozes:
             chosen += [clozes[i] for i in cloze_items(step, recipe["batch"])]
         return examples_batch(run, task, chosen)
@@ -602,14 +603,16 @@ def start_from(run, tome, start):
         saved = checkpoint["best"] or checkpoint["model"]
     elif start != "scratch":
         _, published, lacks, unused = read_published(start, run.config)
+        lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
         say_of_file(start, lacks, unused)
         saved = part_of(published, "encoder.tome.")
         if "encoder.key.linear.weight" in published:
             raise UserError(f"--start {start}: it is a BATCH-TOME; give it to --init")
     needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
     layers = {name for name in saved if ".transformer." in name}
-    if saved and (needed - saved.keys() or layers - state.keys() or any(
-            saved[name].shape != state[name].shape for name in state.keys() & saved.keys())):
+    shared = state.keys() & saved.keys()
+    is_other_shape = any(saved[name].shape != state[name].shape for name in shared)
+    if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
         raise UserError(f"--start {start}: no TOME of these dimensions is in it")
     tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
 
@@ -649,9 +652,9 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         is_elsewhere = memory.passages_per_entity(E) > 1
     masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row per mention, as below
     for first in range(0, len(mentions), batch_size):
-        number = mentions[first:first + batch_size]                                     # (B,)
-        batch = data.eval_batch(run.corpus, number).to(device)
-        B, asked = len(number), torch.from_numpy(number).to(device)[batch.row] == batch.mention
+        part = mentions[first:first + batch_size]                                       # (B,)
+        batch = data.eval_batch(run.corpus, part).to(device)
+        B, asked = len(part), torch.from_numpy(part).to(device)[batch.row] == batch.mention
         H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
         mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
         if found[-1] is not None:
@@ -675,16 +678,16 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     kind = run.entity_kind[run.corpus.mention_entity[mentions]]
     visible_kind = run.entity_kind[visible[:, 0].astype(int)]
     figures, shares = {}, {}
-    for number, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
-        n_tokens, n_right, named, recalled, mass = masked[kind == number].T
-        mass_visible = visible[visible_kind == number, 1]
+    for i, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
+        n_tokens, n_right, named, recalled, mass = masked[kind == i].T
+        mass_visible = visible[visible_kind == i, 1]
         n = max(len(mass), 1)
         figures[name] = {"accuracy": n_right.sum() / max(n_tokens.sum(), 1),
                          "entity": named.sum() / n, "recall@20": recalled.sum() / n,
                          "mass_masked": mass.sum() / n,
                          "mass_visible": mass_visible.sum() / max(len(mass_visible), 1),
                          "n": len(mass)}
-        shares[name] = dict(zip(mentions[kind == number].tolist(),
+        shares[name] = dict(zip(mentions[kind == i].tolist(),
                                (n_right / n_tokens.clip(1)).tolist()))
     return figures, shares
 
@@ -838,6 +841,7 @@ NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
            "n_upper", "n_blocks")
+OF_BATCH_TOME = (*OF_BERT, "key_dim", "value_dim", "coref_dim")     # … that such a file decides
 # The types of all that --set can name. n_blocks is --blocks; the other three are no single values
 # or follow from the corpus.
 SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
@@ -1089,9 +1093,11 @@ def settle(args):
         saved["published"] = describe_published(saved | {"published": None})
     run = Run(out, saved)
     flags = flags_of_stage(run, args)
-    if (out / f"{kind}.pt").exists():               # what is left out stays as it was begun
-        begun = saved["stages"].get(kind, {})
-        flags = {name: begun[name] for name in begun if name != "examples"} | flags
+    # What is left out stays, but for files, which are named again. (A stage that has begun has read
+    # its --start.)
+    files = {"examples"} if (out / f"{kind}.pt").exists() else {"examples", "start"}
+    begun = saved["stages"].get(kind, {})
+    flags = {name: begun[name] for name in begun if name not in files} | flags
     run.saved["stages"] = saved["stages"] | {kind: flags}
     for name in run.stages_to(kind):
         run.checkpoint(name)
@@ -1131,9 +1137,7 @@ def describe_published(saved):
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(state[name].contiguous().numpy().tobytes())
-    sizes = asdict(config)
-    if not trained:             # a BERT says nothing about what it does not have
-        sizes = {name: sizes[name] for name in sizes if name in OF_BERT}
+    sizes = {name: getattr(config, name) for name in (OF_BATCH_TOME if trained else OF_BERT)}
     return {"config": sizes, "vocab": checksum(vocab), "weights": digest.hexdigest(),
             "trained": trained}
 
@@ -1202,7 +1206,7 @@ def log(out, record):
 def alone_in(out):
     """Makes the run folder and keeps other commands out of it: the first process locks it, and the
     system takes the lock back however that ends. Nothing is written through a link, to what lies
-    outside. A new folder in which nothing was written goes again."""
+    outside. A new folder in which nothing was written is removed again."""
     if ann.rank_and_size()[0] > 0:
         yield
         return
@@ -1246,7 +1250,9 @@ def signals_to(handler):
 def fast_matmul():
     """Faster float32 products on processors without AMX: there oneDNN's setting "bf16" still
     computes in float32, on AMD's in half of MKL's time. Undone where a test product is not exact.
-    It must be on wherever bits are to agree."""
+    It must be on wherever bits are to agree. oneDNN keeps a compiled product for each shape, and
+    each batch has others: 1,024 of them take gigabytes, so fewer are kept."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")     # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return
@@ -1386,7 +1392,7 @@ def main(argv=None):
         if isinstance(error, OSError):
             error.filename = error.filename or args.out
         status = data.complain("train.py", error)
-    except RuntimeError as error:           # neither gloo nor a full memory has an exception
+    except RuntimeError as error:           # gloo and a full memory have no class of their own
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         if "gloo" in str(error) or isinstance(error, dist.DistError):
             reason = f"another process has ended or cannot be reached ({reason})"

@@ -354,19 +354,6 @@ def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refuse
         except data.UserError as error:
             assert "\n" not in str(error)
 
-def test_what_no_shape_tells_is_in_config_json(tmp_path):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "step1").write_bytes(changed())
-    plain = read_published(tmp_path / "weights" / "step1", Config(k=3, dropout=0.2))[0]
-    assert (plain.k, plain.dropout) == (3, 0.2)
-    for text, k in (('{"model_config": {"encoder_config": {"k_top_device": 8}}}', 8), ('{"model_type": "bert"}', 3)):
-        (tmp_path / "config.json").write_text(text)
-        assert read_published(tmp_path / "weights" / "step1", Config(k=3))[0].k == k
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(data.UserError, match="cannot be read") as error:
-        read_published(tmp_path / "weights" / "step1", Config())
-    assert "\n" not in str(error.value)
-
 def test_without_msgpack_one_sentence_names_it(tmp_path, monkeypatch):
     (tmp_path / "step1").write_bytes(changed())
     monkeypatch.setitem(sys.modules, "msgpack", None)
@@ -428,7 +415,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     run("--stage", "tome", "--start", str(tmp_path / "tome"), "--steps", "0", "--out",
         str(out), "--quiet")
     said = capsys.readouterr().out
-    assert "has no weights of mlm, claim, key, value, coref: made fresh" in said
+    assert "has no weights of mlm, claim: made fresh" in said
     assert "passed over memory_extraction_layer" in said
     saved = train.read_checkpoint(out / "tome.pt")
     assert saved["recipe"]["steps"] == 0
@@ -452,6 +439,18 @@ def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path)
     run("--stage", "tome", "--preset", "mini", "--init", init, "--corpus", corpus, "--out", out,
         "--start", str(tmp_path / "tome"), "--steps", "2", "--batch", "8", "--quiet", *SMALL)
     assert train.read_checkpoint(Path(out) / "tome.pt")["step"] == 2
+
+def test_a_published_file_decides_what_its_shapes_tell_and_nothing_else(tmp_path):
+    """Their k_top_device, say, is of one device, and dropout is of the training."""
+    init, _ = write_init(tmp_path / "init")
+    (tmp_path / "init" / "config.json").write_text('{"model_config": {"encoder_config": {"k_top_device": 2}}}')
+    command = ["--stage", "memory", "--preset", "mini", "--init", init, "--corpus",
+               write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL, "--set"]
+    config = train.settle(train.parse_arguments([*command, "dropout=0.3"])).config
+    assert (config.k, config.dropout, config.key_dim) == (256, 0.3, 8)
+    assert train.settle(train.parse_arguments([*command, "k=5"])).config.k == 5
+    with pytest.raises(data.UserError, match="--set key_dim: it is 8 in what --init names"):
+        train.settle(train.parse_arguments([*command, "key_dim=16"]))
 
 @pytest.mark.parametrize("wrong, message", [
     ("a TOME", "a TOME goes to --stage tome --start"), ("no vocab.txt", "put the vocab.txt"),

@@ -452,6 +452,17 @@ def test_a_finished_stage_is_not_taken_for_another(trained, small_world, capsys,
     message = capsys.readouterr().err
     assert words in message and message.count("\n") == 1 and (trained / "tome.pt").read_bytes() == before
 
+def test_flags_of_a_stage_stay_also_where_it_was_cut_off_before_it_began(tmp_path, small_world):
+    def settled(*flags):
+        args = train.parse_arguments([*flags, "--corpus", str(small_world), "--out", str(tmp_path)])
+        run = train.settle(args)
+        data.write_json(tmp_path / "run.json", run.saved)
+        return run.recipe("tome")
+    assert settled("--stage", "tome", "--steps", "7", "--start", "scratch")["start"] == "scratch"
+    again = settled("--stage", "tome", "--lr", "0.5")
+    assert (again["steps"], again["lr"], again["start"]) == (7, 0.5, None)      # a --start is named again
+    assert settled("--stage", "tome", "--steps", "9")["steps"] == 9
+
 @pytest.mark.parametrize("name, value, read_by", [
     ("coref_weight", 0.5, ["batch-tome.pt"]), ("entity_weight", 0.5, ["tome.pt"]), ("clip", 2.0, ["batch-tome.pt", "tome.pt"]),
     ("save_every", 3, []), ("cloze_weight", 0.5, []), ("passage_length", 60, ["batch-tome.pt"])])
