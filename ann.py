@@ -13,8 +13,7 @@ Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 
 be a numpy memory map; scores are float32. Gradients pass only through `dot` and `gather`.
 
 The functions by which processes send each other data stand at the end. Without an initialised
-process group, each of them does the same for the one process.
-"""
+process group, each of them does the same for the one process."""
 from collections import Counter
 from itertools import pairwise
 
@@ -134,8 +133,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
 # ---- k-means and buckets
 
 def nearest(points, centroids):
-    """points (N, d), centroids (C, d) -> squared Euclidean distance to the nearest centroid (N,),
-    and its number (N,)."""
+    """points (N, d), centroids (C, d) -> squared distance to the nearest centroid, its number."""
     half = centroids.square().sum(1) / 2
     distance = torch.empty(len(points), device=centroids.device)
     cluster = torch.empty(len(points), dtype=torch.int64, device=centroids.device)
@@ -289,8 +287,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);
     ids number the rows of all shards one after the other. Exact if k_shard = k; with less, what a
-    shard has beyond its k_shard best is lost. "Without a second top-k" (app. C.1.4) is k = k_shard
-    × processes."""
+    shard has beyond is lost. "Without a second top-k" (app. C.1.4): k = k_shard × processes."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     if query_passage is None:
         query_passage = torch.full((Q,), -1, device=device)

@@ -12,8 +12,7 @@ with m mentions takes n + 2m + 2 positions:
 
     [CLS] the capital of [E_start] north karovia [E_end] is [E_start] port ellin [E_end] . [SEP]
       0    1     2     3     4       5      6       7    8     9       10   11     12    13  14
-    start = 4, 9 and end = 7, 12: the positions s and e of the paper's markers
-"""
+    start = 4, 9 and end = 7, 12: the positions s and e of the paper's markers"""
 import argparse
 import bz2
 import gzip
@@ -50,7 +49,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 11             # version of the files in a run folder; others are refused
+FORMAT = 12             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -69,10 +68,8 @@ class Text(NamedTuple):
     split: str | None = None    # "train", "held_out" or None: by its title
 
 class Passage(NamedTuple):
-    tokens: np.ndarray      # (n + 2m + 2,) int32, [CLS] … [SEP]
-    start: np.ndarray       # (m,) positions of [E_start]
-    end: np.ndarray         # (m,) positions of [E_end]
-    index: np.ndarray       # (m,) which of the text's mentions, or of the corpus's
+    tokens: list | np.ndarray   # (n + 2m + 2,) [CLS] … [SEP]; the markers say where mentions are
+    index: list | range         # (m,) which of the text's mentions, or of the corpus's
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (the paper's T) and max_length
@@ -89,40 +86,32 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
     first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
     stop = np.searchsorted(token_start, char_end)               # the token after its last
-    kept, taken = [], 0                                         # taken: where the last one stops
-    for i in np.lexsort((-stop, first)):
-        length = stop[i] - first[i]
-        if length <= 0:
+    # What no cut divides, by its first token: its ids, the mention if it is one, where it stops.
+    ids, taken = encoding.ids, 0                                # taken: where the last one stops
+    pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
+    for i in np.lexsort((-stop, first)).tolist():
+        a, b = int(first[i]), int(stop[i])
+        if a >= b:
             dropped["without a token"] += 1
-        elif length > passage_length or length + 4 > max_length:    # [CLS], [SEP], two markers
+        elif b - a > passage_length or b - a + 4 > max_length:  # [CLS], [SEP], two markers
             dropped["longer than a passage"] += 1
-        elif first[i] < taken:
+        elif a < taken:
             dropped["overlaps another mention"] += 1
         else:
-            kept.append(i)
-            taken = stop[i]
-    kept = np.array(kept, np.int64)
-    first, stop, before = first[kept], stop[kept], 2 * np.arange(len(kept))
+            pieces[a] = [special[E_START], *ids[a:b], special[E_END]], [i], b
+            taken = b
 
-    # Put the markers into the whole text; 2k of them stand before mention k.
-    ids, markers = np.array(encoding.ids, np.int32), [special[E_START], special[E_END]]
-    ids = np.insert(ids, np.stack([first, stop], 1).ravel(), markers * len(kept))
-    start, end = first + before, stop + before + 1
-    # Cut it only at edges: places between tokens that are not inside a mention (all that are opened
-    # before are closed). A passage goes from edge number a to edge number b.
-    token = np.arange(len(encoding.ids) + 1)
-    opened, closed = np.searchsorted(first, token), np.searchsorted(stop, token, "right")
-    edges = np.flatnonzero(opened == closed)
-    position = edges + 2 * closed[edges]                        # where they are in ids
-    passages, a = [], 0
-    while a < len(edges) - 1:
-        too_long = np.searchsorted(edges, edges[a] + passage_length, "right")
-        too_wide = np.searchsorted(position, position[a] + max_length - 2, "right")
-        b = min(too_long, too_wide) - 1
-        lo, hi = position[[a, b]]
-        tokens = np.array([special[CLS], *ids[lo:hi], special[SEP]], np.int32)
-        inside = (lo <= start) & (start < hi)
-        passages.append(Passage(tokens, start[inside] - lo + 1, end[inside] - lo + 1, kept[inside]))
+    passages, a = [], 0                                         # a passage holds ids[a:b]
+    while a < len(ids):
+        tokens, index, b = [special[CLS]], [], a
+        while b < len(ids):
+            piece, which, end = pieces[b]
+            if end - a > passage_length or len(tokens) + len(piece) + 1 > max_length:
+                break
+            tokens += piece
+            index += which
+            b = end
+        passages.append(Passage([*tokens, special[SEP]], index))
         a = b
     return passages
 
@@ -132,15 +121,17 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 # docstring (below "Set apart"). Its `maskable` says of each token id whether it may be masked;
 # `words` are the ids that may stand for a masked one.
 # The fields of a Batch with one entry per row, and those with one per mention:
-ROWS = ("tokens", "unmasked", "attention_mask", "label", "answer", "answer_mention")
-MENTIONS = ("row", "start", "end", "entity", "passage", "mention")
+ROWS = ("tokens", "unmasked", "attention_mask", "is_target", "label")
+MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 
 @dataclass
 class Batch:
-    """B rows of T tokens; their M mentions and the L tokens to predict, flat over all rows."""
+    """B rows of T tokens, L of them to predict, and their M mentions, flat over all rows."""
     tokens: torch.Tensor            # (B, T) what the model reads: masked in training
     unmasked: torch.Tensor          # (B, T) … before masking: the Mention Encoder reads this
     attention_mask: torch.Tensor    # (B, T) bool, True = token
+    is_target: torch.Tensor         # (B, T) bool, True = to predict: one of L
+    label: torch.Tensor             # (B,) claims: CLAIM_LABELS' index, -1 = none
     row: torch.Tensor               # (M,) the mention's row, and the columns of its markers
     start: torch.Tensor             # (M,)
     end: torch.Tensor               # (M,)
@@ -148,52 +139,35 @@ class Batch:
     passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example); see by_article
     mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the one
                                     # that is appended to a question, [E_start] [MASK] [E_end]
-    target_index: torch.Tensor      # (L,) tokens to predict as indices into tokens.view(-1)
-    target: torch.Tensor            # (L,) their original ids
-    label: torch.Tensor | None = None           # (B,) claims: CLAIM_LABELS' index, -1 = none
-    answer: torch.Tensor | None = None          # (B,) first answer that is an entity, 0 = none
-    # (B,) the masked mention whose entity is asked for: an index into the (M,) arrays; -1 = none
-    answer_mention: torch.Tensor | None = None
+    answer: torch.Tensor            # (M,) where a mention's entity is asked for: the first answer
+                                    # that is an entity, 0 = none is; -1 = not asked for
 
     def to(self, device) -> "Batch":
         return Batch(**{name: tensor.to(device, non_blocking=True)
-                        for name, tensor in vars(self).items() if tensor is not None})
+                        for name, tensor in vars(self).items()})
 
     def part(self, rank, size) -> "Batch":
-        """Rows rank, rank + size, … with their mentions and targets, renumbered: what the process
-        `rank` of `size` computes."""
-        T = self.tokens.shape[1]
+        """Rows rank, rank + size, … with their mentions: what process `rank` of `size` computes."""
         ours = self.row % size == rank                              # (M,)
         part = {name: getattr(self, name)[ours] for name in MENTIONS}
         part["row"] = part["row"] // size
-        for name in ROWS:
-            if getattr(self, name) is not None:
-                part[name] = getattr(self, name)[rank::size].contiguous()
-        if self.answer_mention is not None:
-            number = torch.full((len(ours) + 1,), -1, device=ours.device)   # [-1] stays -1
-            number[:-1] = ours.cumsum(0) - 1
-            part["answer_mention"] = number[part["answer_mention"]]
-        ours = self.target_index // T % size == rank                # (L,)
-        index = self.target_index[ours]
-        part["target_index"] = index // T // size * T + index % T
-        part["target"] = self.target[ours]
+        part |= {name: getattr(self, name)[rank::size].contiguous() for name in ROWS}
         return Batch(**part)
 
-def collate(passages, pad) -> Batch:
+def collate(passages, special) -> Batch:
     """Passages as the rows of a Batch. Nothing is masked, no mention linked yet."""
-    rows = [torch.from_numpy(passage.tokens.astype(np.int64)) for passage in passages]
-    tokens = pad_sequence(rows, batch_first=True, padding_value=pad)
-    row = np.repeat(np.arange(len(passages)), [len(passage.index) for passage in passages])
-    columns = [np.concatenate([getattr(passage, name) for passage in passages])
-               for name in ("start", "end", "index")]
-    row, start, end, index = (torch.from_numpy(column).long() for column in (row, *columns))
-    none = torch.empty(0, dtype=torch.int64)
-    return Batch(tokens, tokens, tokens != pad, row, start, end, torch.zeros_like(row),
-                 torch.full_like(row, -1), index, none, none)
+    rows = [torch.from_numpy(np.array(passage.tokens, np.int64)) for passage in passages]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=special[PAD])
+    row, start = (tokens == special[E_START]).nonzero(as_tuple=True)
+    _, end = (tokens == special[E_END]).nonzero(as_tuple=True)
+    index = torch.tensor([i for passage in passages for i in passage.index], dtype=torch.int64)
+    nothing, none = torch.zeros_like(tokens, dtype=torch.bool), torch.full_like(row, -1)
+    return Batch(tokens, tokens, tokens != special[PAD], nothing, torch.full((len(tokens),), -1),
+                 row, start, end, torch.zeros_like(row), none, index, none.clone())
 
 def corpus_batch(corpus, passages) -> Batch:
     """Passages of the corpus, by their numbers, with all of their mentions."""
-    batch = collate([corpus.passage(p) for p in passages], corpus.special[PAD])
+    batch = collate([corpus.passage(p) for p in passages], corpus.special)
     batch.entity = torch.from_numpy(corpus.mention_entity[batch.mention.numpy()]).long()
     batch.passage = torch.from_numpy(np.asarray(passages, np.int64))[batch.row]
     return batch
@@ -205,12 +179,6 @@ def inside_mentions(batch) -> np.ndarray:
     for m, (row, start, end) in enumerate(mentions):
         owner[row, start + 1:end] = m
     return owner
-
-def with_targets(batch, chosen, read) -> Batch:
-    """The batch as the model reads it, `read` (B, T), to predict the `chosen` (B, T) tokens."""
-    index = torch.from_numpy(np.flatnonzero(chosen))
-    return replace(batch, tokens=torch.from_numpy(read), target_index=index,
-                   target=batch.unmasked.flatten()[index])
 
 def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
                max_mentions=24, is_withheld=None, all_of_entity=False) -> Batch:
@@ -243,21 +211,21 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
     words = np.where(fate < .9, words, tokens[chosen])
     read = tokens.copy()
     read[chosen] = np.where(fate < .8, corpus.special[MASK], words)
-    return with_targets(batch, chosen, read)
+    return replace(batch, tokens=torch.from_numpy(read), is_target=torch.from_numpy(chosen))
 
 def eval_batch(corpus, mentions) -> Batch:
     """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
     batch = corpus_batch(corpus, corpus.passage_of(mentions))
     asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one per row
-    chosen = np.isin(inside_mentions(batch), np.flatnonzero(asked))
-    return with_targets(batch, chosen, np.where(chosen, corpus.special[MASK], batch.unmasked))
+    is_target = torch.from_numpy(np.isin(inside_mentions(batch), np.flatnonzero(asked)))
+    tokens = batch.unmasked.masked_fill(is_target, corpus.special[MASK])
+    return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 
     Each is linked; it is its entity's only one in the passage; another passage, held out or not,
-    links this entity too; and the entity is not the article's title, which most passages of the
-    article name."""
+    links this entity too; and the entity is not the article's title, which most of it names."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)
@@ -269,35 +237,30 @@ def eval_mentions(corpus) -> np.ndarray:
 
 # ---------------------------------------------------------------- related passages (app. A.1)
 
-def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
+def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` of these passages from related articles: arrays of passage numbers.
 
     A cluster starts from the article with most unused passages. Then, until it is full, the article
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
-    not fit stays unused. Ties are broken by seed. Entities of more than max_articles articles are
-    left out of the sets: they would make every article a candidate of every other."""
+    not fit stays unused. Ties are broken by seed."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are numbered in random order, since argmax takes the first of equals.
     article = np.random.default_rng(seed).permutation(len(numbers))[article]
     unused, entities = [[] for _ in numbers], [set() for _ in numbers]          # of each article
-    articles = defaultdict(list)                                                # of each entity
+    articles = defaultdict(set)                                                 # of each entity
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
-        entities[a].update(corpus.passage_entities(p).tolist())
-    n_articles = Counter(entity for found in entities for entity in found)
-    for a, found in enumerate(entities):
-        entities[a] = {e for e in found if e and n_articles[e] <= max_articles}     # 0: not linked
-        for entity in entities[a]:
-            articles[entity].append(a)
-    # Entity 0 (not linked) gets an empty array, so that np.concatenate below always has one.
-    articles = {entity: np.array(articles[entity], np.int64) for entity in [0, *articles]}
+        for entity in {*corpus.passage_entities(p).tolist()} - {0}:             # 0: not linked
+            entities[a].add(entity)
+            articles[entity].add(a)
     n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
 
     clusters = []
     while n_unused.any():
         a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
+        both = np.zeros(len(numbers))                               # how many each article has too
         while True:
             n = size - len(cluster)
             cluster += unused[a][:n]
@@ -305,13 +268,12 @@ def related_clusters(corpus, size, seed, passages, max_articles=500) -> list:
             n_unused[a] = len(unused[a])
             if len(cluster) == size or not n_unused.any():
                 break
+            for entity in entities[a] - joined:
+                both[list(articles[entity])] += 1
             joined |= entities[a]
-            sharing = [articles[entity] for entity in joined]
-            found, both = np.unique(np.concatenate([articles[0], *sharing]), return_counts=True)
-            jaccard = both / (n_entities[found] + len(joined) - both)
-            jaccard[n_unused[found] == 0] = 0
+            jaccard = both / (n_entities + len(joined) - both).clip(1) * (n_unused > 0)
             # if nothing left shares an entity, the first article left
-            a = found[jaccard.argmax()] if jaccard.any() else (n_unused > 0).argmax()
+            a = jaccard.argmax() if jaccard.any() else (n_unused > 0).argmax()
         clusters.append(np.array(cluster))
     return clusters
 
@@ -342,11 +304,8 @@ def name_index(names) -> dict:
             node.setdefault("", name)
     return index
 
-def find_mentions(text, names) -> list:
-    """Mentions of entity names in a text: longest match first, whole words, whatever the case.
-
-    names: entity names, or their name_index where many texts are searched."""
-    index = names if isinstance(names, dict) else name_index(names)
+def find_mentions(text, index) -> list:
+    """Mentions of a name_index's names in a text: longest first, whole words, whatever the case."""
     words = list(_WORD.finditer(text))
     mentions, i = [], 0
     while i < len(words):
@@ -387,61 +346,48 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     mentions the first max_mentions (app. B.1).
 
     A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
-    special, none = special_ids(tokenizer), np.empty(0, np.int64)
+    special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
-    nothing = np.array([special[CLS], special[SEP]], np.int32), none, none, none
     room = max_length - len(answer)
     encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
     for example, encoding in zip(examples, encodings):
-        passages = encode_text(encoding, example.mentions, room, room, special, Counter())
-        tokens, *columns = passages[0] if passages else nothing
-        columns = [column[:max_mentions] for column in columns]
+        mentions = example.mentions[:max_mentions]
+        passages = encode_text(encoding, mentions, room, room, special, Counter())
+        tokens, index = passages[0] if passages else ([special[CLS], special[SEP]], [])
         if answer:
-            at = len(tokens) - 1                                    # before [SEP]
-            tokens = np.insert(tokens, at, answer)
-            columns = [np.append(*pair) for pair in zip(columns, (at, at + 2, -1))]
-        yield Passage(tokens, *columns)
-
-def count_cut_mentions(examples, task, tokenizer, max_length) -> int:
-    """How many mentions example_batch leaves out: behind max_length, too many, or overlapping."""
-    passages = example_passages(examples, task, tokenizer, max_length)
-    n_kept = sum(np.count_nonzero(passage.index >= 0) for passage in passages)
-    return sum(len(example.mentions) for example in examples) - n_kept
+            tokens, index = [*tokens[:-1], *answer, special[SEP]], [*index, -1]
+        yield Passage(tokens, index)
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
 
     task: "claims", "qa" or None. entity_index: name -> number. Among the claims
     may stand clozes: true claims with one entity hidden, which have that entity as answer instead
-    of a label. All its mentions are replaced by [MASK]; the first of them becomes answer_mention.
+    of a label. All its mentions are replaced by [MASK], and the first of them is asked for.
     What is behind max_length positions is cut off."""
     passages = example_passages(examples, task, tokenizer, max_length)
     special = special_ids(tokenizer)
-    batch = collate(list(passages), special[PAD])
+    batch = collate(list(passages), special)
     batch.tokens = batch.unmasked.clone()
-    batch.answer_mention = torch.full((len(examples),), -1)
-    mentions = zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist(),
-                   batch.mention.tolist())
-    for m, (row, start, end, i) in enumerate(mentions):
+    batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
+    asked = set()                                               # rows with an answer
+    for m, (row, i) in enumerate(zip(batch.row.tolist(), batch.mention.tolist())):
         example = examples[row]
         name = example.mentions[i].entity if i >= 0 else None
         batch.entity[m] = entity_index.get(name, 0)
         is_cloze = task == "claims" and name in example.answers
         if is_cloze:
-            batch.tokens[row, start + 1:end] = special[MASK]
-        if (is_cloze or i < 0) and batch.answer_mention[row] < 0:
-            batch.answer_mention[row] = m
-    batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    answers = [[entity_index[a] for a in e.answers if a in entity_index] for e in examples]
-    batch.answer = torch.tensor([known[0] if known else 0 for known in answers])
-    batch.answer[batch.answer_mention < 0] = 0      # a cloze whose masked entity was cut off
+            batch.tokens[row, batch.start[m] + 1:batch.end[m]] = special[MASK]
+        if (is_cloze or i < 0) and row not in asked:
+            asked.add(row)
+            known = [entity_index[a] for a in example.answers if a in entity_index]
+            batch.answer[m] = known[0] if known else 0
     return batch
 
 # ---------------------------------------------------------------- the toy world
 
 def _entries(table):
-    """Parses entries "head: part | part …", continued on indented lines, into (words of the head,
-    parts)."""
+    """Parses "head: part | part …", continued on indented lines: (words of the head, parts)."""
     for entry in re.split(r"\n(?! )", table.strip()):
         head, _, parts = entry.partition(":")
         yield head.split(), [" ".join(part.split()) for part in parts.split("|")]
@@ -665,10 +611,8 @@ def open_text(path, max_line=-1) -> Iterator[str]:
     with open(path, "rb") as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         lines = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
-        try:
+        with intact(path, "cannot be read to its end", "copy it again"):
             yield from iter(lambda: lines.readline(max_line), "")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(f"{path}: not a whole gzip file ({error}); copy it again") from error
 
 def read_records(path, make, errors=None):
     """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
@@ -880,23 +824,17 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     inner = ["##" + c for c in chars if c.isalnum()]
     vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
     if len(vocab) > vocab_size:
-        number = tokenizer.get_vocab()
-        vocab = sorted(number, key=number.get)
+        vocab = [*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))]
     return _wordpiece(vocab)
 
 def load_tokenizer(path) -> Tokenizer:
-    """BERT's vocab.txt, in which the markers take two [unusedN] entries, or our tokenizer.json.
-    Raises UserError."""
-    if str(path).endswith(".json"):
-        with intact(path, "is not a tokenizer", "remove its folder to make it again"):
-            tokenizer = Tokenizer.from_file(str(path))
-    else:
-        vocab = [line.rstrip("\r\n") for line in open_text(path)]
-        unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
-        markers = [marker for marker in (E_START, E_END) if marker not in vocab]
-        for i, marker in zip(unused, markers):
-            vocab[i] = marker
-        tokenizer = _wordpiece(vocab)
+    """That of a vocab.txt; in BERT's, the markers take two [unusedN] entries. Raises UserError."""
+    vocab = [line.rstrip("\r\n") for line in open_text(path)]
+    unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
+    markers = [marker for marker in (E_START, E_END) if marker not in vocab]
+    for i, marker in zip(unused, markers):
+        vocab[i] = marker
+    tokenizer = _wordpiece(vocab)
     special_ids(tokenizer, path)
     return tokenizer
 
@@ -904,8 +842,8 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
     """{"[PAD]": id, …} for the seven special tokens. Raises UserError when one is missing."""
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL}
     if None in ids.values():
-        raise UserError(f"{path}: lacks one of {', '.join(SPECIAL)}; give our tokenizer.json, or a "
-                        "BERT vocab.txt with two [unusedN] entries for the markers")
+        raise UserError(f"{path}: lacks one of {', '.join(SPECIAL)}; give a BERT vocab.txt with "
+                        "two [unusedN] entries for the markers")
     return ids
 
 # ---------------------------------------------------------------- a tokenised corpus
@@ -914,9 +852,7 @@ class Corpus:
     """A tokenised corpus of P passages and M mentions: flat arrays on disk, memory-mapped.
 
     tokens (total,)               all passages one after the other, [CLS] … [SEP], with markers
-    passage_start (P+1,)          where each passage's tokens start
-    mention_first (P+1,)          where each passage's mentions start
-    mention_start, _end (M,)      positions of [E_start] and [E_end] inside the passage; [CLS] is 0
+    passage_start, mention_first (P+1,)     where each passage's tokens and mentions start
     mention_entity (M,)           index into entity_names; 0 = not linked
     mention_char (M, 2)           character offsets in the text
     article, held_out (P,)        index into titles; kept out of training
@@ -925,12 +861,9 @@ class Corpus:
     entity_count (E,)             linked mentions of each entity in passages that are not held out
     tokenizer, special, vocab_size    the tokenizer; its ids of the special tokens; its size
     maskable (vocab_size,), words     which tokens may be masked; those that may stand for them
-    meta                          counts, what was dropped, the recipe
-    """
-    ARRAYS = {"tokens": np.int32, "passage_start": np.int64, "mention_first": np.int64,
-              "mention_start": np.int32, "mention_end": np.int32, "mention_entity": np.int32,
-              "mention_char": np.int32, "article": np.int32, "held_out": np.bool_,
-              "text": np.uint8, "text_at": np.int64}
+    meta                          counts, what was dropped, the recipe"""
+    ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
+              "article": np.int32, "held_out": np.bool_, "text": np.uint8, "text_at": np.int64}
 
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
@@ -942,11 +875,15 @@ class Corpus:
         self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
         self.article_index = {title: i for i, title in enumerate(self.titles)}
         self.entity_index = {name: i for i, name in enumerate(self.entity_names)}
+        self.tokenizer = load_tokenizer(Path(folder, "vocab.txt"))
+        self.special, self.vocab_size = special_ids(self.tokenizer), self.tokenizer.get_vocab_size()
+        first = np.flatnonzero(self.tokens == self.special[CLS])
+        self.passage_start = np.append(first, len(self.tokens))
+        marked = np.flatnonzero(self.tokens == self.special[E_START])
+        self.mention_first = np.searchsorted(marked, self.passage_start)
         in_training = np.repeat(~self.held_out, np.diff(self.mention_first))
         linked = self.mention_entity[in_training & (self.mention_entity > 0)]
         self.entity_count = np.bincount(linked, minlength=len(self.entity_names))
-        self.tokenizer = load_tokenizer(Path(folder, "tokenizer.json"))
-        self.special, self.vocab_size = special_ids(self.tokenizer), self.tokenizer.get_vocab_size()
         self.words = np.setdiff1d(np.arange(self.vocab_size), list(self.special.values()))
         self.maskable = np.isin(np.arange(self.vocab_size), [*self.words, self.special[UNK]])
 
@@ -963,7 +900,8 @@ class Corpus:
         os.makedirs(part)
         try:
             about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
-            Path(part, "tokenizer.json").write_text(tokenizer.to_str(pretty=True), "utf-8")
+            number = tokenizer.get_vocab()
+            Path(part, "vocab.txt").write_text("\n".join(sorted(number, key=number.get)), "utf-8")
             commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
             remove(part)
@@ -972,9 +910,7 @@ class Corpus:
     def passage(self, p) -> Passage:
         """A passage; its index: the numbers of its mentions in the corpus."""
         tokens = self.tokens[self.passage_start[p]:self.passage_start[p + 1]]
-        first, stop = self.mention_first[p:p + 2]
-        return Passage(tokens, self.mention_start[first:stop], self.mention_end[first:stop],
-                       np.arange(first, stop))
+        return Passage(tokens, range(*self.mention_first[p:p + 2]))
 
     def passage_entities(self, p):
         """Entity numbers of a passage's mentions; 0 = not linked."""
@@ -1010,8 +946,6 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
             for name, values in arrays.items():
                 files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
-        if old is None:
-            append(passage_start=[0], mention_first=[0])
         for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None):
             encoding = tokenizer.encode(text.text, add_special_tokens=False)
             is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
@@ -1030,12 +964,9 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
                 counts.update(passages=1, passages_held_out=held_out, mentions=m,
                               linked=sum(number > 0 for number in linked),
                               tokens=len(passage.tokens) - 2 * m - 2)
-                append(tokens=passage.tokens, mention_start=passage.start, mention_end=passage.end,
-                       mention_entity=linked, article=[article], held_out=[held_out],
+                append(tokens=passage.tokens, mention_entity=linked, article=[article],
                        mention_char=[text.mentions[i][:2] for i in passage.index],
-                       text_at=[text_from, files["text"].tell()],
-                       mention_first=[counts["mentions"]])
-                append(passage_start=[files["tokens"].tell() // 4])         # int32: 4 bytes
+                       held_out=[held_out], text_at=[text_from, files["text"].tell()])
     if not counts["linked"]:
         raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
@@ -1073,31 +1004,28 @@ def read_dump(path, say_language=False):
     """Streams (title, kind, text) of the pages of an XML dump, plain or bz2. Of a redirect the text
     is its target, of a disambiguation page, which leads to no article, it is "". Nothing may stand
     before <mediawiki>: a <!DOCTYPE> would define entities."""
-    with open(path, "rb") as raw:
-        try:
-            file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
-            head = file.peek()[:1000]
-            if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
-                raise EOFError("it does not begin as one")
-            if say_language and re.search(rb'xml:lang="(?!en")', head):
-                print(f"{path}: only English sections and templates are known", file=sys.stderr)
-            parsed = ElementTree.iterparse(file, ["start", "end"])
-            _, root = next(parsed)
-            for event, page in parsed:
-                if event == "end" and page.tag.endswith("}page"):
-                    title = canonical(page.findtext("{*}title", ""))
-                    text = page.findtext("{*}revision/{*}text", "")
-                    redirect, kind = page.find("{*}redirect"), "article"
-                    if page.findtext("{*}ns") != "0":
-                        kind = "other namespace"
-                    elif redirect is not None:
-                        kind, text = "redirect", redirect.get("title")
-                    elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
-                        kind, text = "disambiguation page", ""
-                    yield title, kind, text
-                    root.clear()                            # or the whole dump stays in memory
-        except (ElementTree.ParseError, EOFError, OSError) as e:
-            raise UserError(f"{path}: no whole MediaWiki dump, plain or bz2 ({e})") from e
+    with open(path, "rb") as raw, intact(path, "is no whole MediaWiki dump", "give XML or bz2"):
+        file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
+        head = file.peek()[:1000]
+        if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
+            raise ValueError("it does not begin as one")
+        if say_language and re.search(rb'xml:lang="(?!en")', head):
+            print(f"{path}: only English sections and templates are known", file=sys.stderr)
+        parsed = ElementTree.iterparse(file, ["start", "end"])
+        _, root = next(parsed)
+        for event, page in parsed:
+            if event == "end" and page.tag.endswith("}page"):
+                title = canonical(page.findtext("{*}title", ""))
+                text = page.findtext("{*}revision/{*}text", "")
+                redirect, kind = page.find("{*}redirect"), "article"
+                if page.findtext("{*}ns") != "0":
+                    kind = "other namespace"
+                elif redirect is not None:
+                    kind, text = "redirect", redirect.get("title")
+                elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
+                    kind, text = "disambiguation page", ""
+                yield title, kind, text
+                root.clear()                                # or the whole dump stays in memory
 
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
@@ -1199,9 +1127,9 @@ def names_for(shown, entity) -> list:
 # Around a name between two \x01: it is a part of "dog-like", "North Karovia" or "Karovia Airways".
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
-def extend_mentions(title, paragraphs) -> list:
+def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     """Links what else on a page repeats its title or a link: Wikipedia links only the first.
-    paragraphs: [(text, mentions)], as is the result. A name of two entities means neither."""
+    paragraphs: [(text, mentions)], as are yielded. A name of two entities means neither."""
     links = [(text[m.start:m.end], m.entity) for text, mentions in paragraphs for m in mentions]
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     entity_of = {}                                          # each name as it is written
@@ -1210,7 +1138,6 @@ def extend_mentions(title, paragraphs) -> list:
             if entity_of.setdefault(name, entity) not in (entity, title):
                 entity_of[name] = None
     index = name_index(name for name, entity in entity_of.items() if entity and len(name) > 2)
-    result = []
     for text, mentions in paragraphs:
         linked = {i for mention in mentions for i in range(mention.start, mention.end)}
         more = []
@@ -1219,8 +1146,7 @@ def extend_mentions(title, paragraphs) -> list:
             around = f"{text[max(0, start - 40):start]}\x01{text[start]}\x01{text[end:end + 2]}"
             if entity and linked.isdisjoint(range(start, end)) and not PART.search(around):
                 more.append(Mention(start, end, entity))
-        result.append((text, sorted([*mentions, *more])))
-    return result
+        yield text, sorted([*mentions, *more])
 
 def kilt(path, out) -> Counter:
     """turn KILT's knowledge source into a corpus
@@ -1229,7 +1155,7 @@ def kilt(path, out) -> Counter:
     [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
     def articles():
         for n, line in enumerate(open_text(path), 1):
-            try:
+            with intact(f"{path}:{n}", "is no page of KILT's knowledge source", "give that file"):
                 page = json.loads(line)
                 paragraphs = [(text, []) for text in page["text"]]
                 for a in page["anchors"]:
@@ -1238,8 +1164,6 @@ def kilt(path, out) -> Counter:
                 counts.update(pages=1, links=len(page["anchors"]))
                 prose = [p for p in paragraphs[1:] if not re.match("Section::::|BULLET::::", p[0])]
                 yield page["wikipedia_title"], prose, 0
-            except (ValueError, LookupError, TypeError, AttributeError) as e:
-                raise UserError(f"{path}:{n}: no page of KILT's knowledge source ({e!r})") from e
 
     counts = Counter()
     return write_corpus(out, articles(), counts)
@@ -1337,13 +1261,10 @@ def check(path, preset="toy"):
 
 def toy(out, seed=0):
     """write corpus.jsonl and examples of a made-up world"""
-    write_toy(out, *toy_world(seed))
-
-def write_toy(folder, lines, examples):
-    """Writes what toy_world made: corpus.jsonl, claims.one_hop.train.jsonl, …"""
-    os.makedirs(folder, exist_ok=True)
-    for name, records in {**examples, "corpus": lines}.items():
-        write_lines(Path(folder, name + ".jsonl"), records)
+    lines, examples = toy_world(seed)
+    os.makedirs(out, exist_ok=True)
+    for name, records in {"corpus": lines, **examples}.items():
+        write_lines(Path(out, name + ".jsonl"), records)
 
 def at_least(least):
     """An argparse type: a whole number of at least that."""

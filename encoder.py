@@ -6,9 +6,8 @@
 
 B passages, padded to T, the length of the longest; L masked tokens. The M mentions of the whole
 batch are flat arrays (row, start, end), each (M,), so no padding mention is computed. BERT is
-post-LN: each sublayer is LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end;
-d_K = key_dim, d_V = value_dim, d_C = coref_dim.
-"""
+post-LN: LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end; d_K = key_dim,
+d_V = value_dim, d_C = coref_dim."""
 import json
 import re
 from dataclasses import dataclass, replace
@@ -127,8 +126,7 @@ class TransformerLayer(nn.Module):
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
 class TransformerBlock(nn.Module):
-    """Several layers. x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero
-    at the padding."""
+    """x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero at padding."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))

@@ -46,7 +46,7 @@ def evaluate_memory(run, tome, memory, mentions):
     measured, shares = train.masked_mentions(run, tome, memory, mentions)
     if not isinstance(memory, MentionMemory):
         return measured, {}
-    emptied, without = train.masked_mentions(run, tome, memory.emptied(), mentions)
+    emptied, without = train.masked_mentions(run, tome, memory.sample(0), mentions)
     shuffled, _ = train.masked_mentions(run, tome, memory.shuffled(), mentions)
     pairs = {}
     for kind, values in measured.items():
@@ -112,7 +112,7 @@ def figures_of(run, tome, memory, task, examples):
     cell = {"memory": cell.pop("accuracy"), **cell}
     cell["without_memory"] = measure(memory, attend=False)["accuracy"]
     if not run.is_baseline:
-        cell["emptied"] = measure(memory.emptied())["accuracy"]
+        cell["emptied"] = measure(memory.sample(0))["accuracy"]
         # Only where every example names an article: nothing would be removed for the others.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
             titles = [e.info.get(field) for e in examples]
@@ -178,7 +178,7 @@ def example_of(run, text):
     """A text that somebody typed, as an example. Its mentions are the names of entities and what
     stands in [brackets]: in "Where was Ida Hale's [teacher] born?" the second hop starts there."""
     plain, bracketed = re.sub(r"[\[\]]", "", text), re.findall(r"\[(.+?)\]", text)
-    mentions = data.find_mentions(plain, run.corpus.entity_names + bracketed)
+    mentions = data.find_mentions(plain, data.name_index(run.corpus.entity_names + bracketed))
     if not mentions:
         raise data.UserError(f"no mention in {text!r}: name an entity, or put it in [brackets]")
     return data.Example(plain, mentions, None, [], {})
@@ -203,11 +203,11 @@ def show(run, tome, memory, task, item):
     if task == "claims":
         said = data.CLAIM_LABELS[claim_logits(tome, H, batch)[0].argmax()]
     elif task == "qa":
-        answer = retrieve_answer(tome, H, batch, memory, batch.answer_mention)
+        answer = retrieve_answer(tome, H, batch, memory, batch.answer >= 0)
         said = corpus.entity_names[predict_entity(answer.scores, answer.entity)[0]]
         found.append(("answer", answer, 0))
     else:
-        said = run.tokenizer.decode(tome.mlm_logits(H, batch.target_index).argmax(-1).tolist())
+        said = run.tokenizer.decode(tome.mlm_logits(H, batch.is_target).argmax(-1).tolist())
     train.say(f"\n{text}")
     for name, retrieved, m in found:
         train.say(f"  {name}")
@@ -215,7 +215,7 @@ def show(run, tome, memory, task, item):
         for weight, row in zip(weights[:3], retrieved.ids[m].tolist()):
             if weight > 0:
                 train.say(f"    {weight:.2f}  {corpus.show_mention(memory.mention[row].item())}")
-    if task or len(batch.target) > 0:
+    if task or batch.is_target.any():
         train.say(f"  says: {said or 'nothing'}")
 
 def show_where_it_helps(run, pairs):

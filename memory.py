@@ -11,8 +11,7 @@
 Four memories offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
 §2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); GivenMemory, the same with
 teacher forcing (preset mini); EntityTable, a baseline.
-M is the number of mentions that ask, N that of memories, K that of retrieved ones.
-"""
+M is the number of mentions that ask, N that of memories, K that of retrieved ones."""
 import copy
 import os
 from pathlib import Path
@@ -51,8 +50,7 @@ def attention_weights(scores):
 
 def attend_to_all(query, memory, excluded):
     """Eq. 7 and 8 over all N rows of a memory that is too small to search. query (M, d_K);
-    excluded, bool, (M, N) or (N,): pairs that get weight 0 -> Retrieved of N memories per mention.
-    """
+    excluded, bool, (M, N) or (N,): pairs that get weight 0 -> Retrieved, N memories per mention."""
     scores = ann.dot(query, memory.keys).masked_fill(excluded, -torch.inf)      # (M, N)
     ids = torch.arange(len(memory.keys), device=query.device).expand_as(scores)
     alpha = attention_weights(scores)
@@ -66,8 +64,7 @@ class BatchMemory:
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """passage (M,): a mention never attends to its own passage (app. A). k and k_shard are
-        MentionMemory's: here all memories are attended."""
+        """A mention never attends to its own passage (app. A). k, k_shard: MentionMemory's."""
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
 class EntityTable(nn.Module):
@@ -86,8 +83,7 @@ class EntityTable(nn.Module):
     retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
 
 class MentionMemory:
-    """This process's rows of the frozen table: keys (N, d_K), values (N, d_V), entity, passage,
-    mention (N,), tensors or numpy arrays.
+    """This process's rows of the frozen table, N of each of ARRAYS: tensors or numpy arrays.
 
     A query never finds rows whose `passage` is its own: in training those of the text it stands in
     ("disallowed same passage retrieval", §2.4). For evaluation, by_article replaces `passage` by
@@ -101,8 +97,7 @@ class MentionMemory:
         return len(self.keys)
 
     def search(self, query, k, query_passage):
-        """The k best of this process's rows, without the query's own passage: scores, ids (Q, k).
-        """
+        """The k best of this process's rows, without the query's own passage: scores, ids."""
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         with torch.autocast(query.device.type, enabled=False):          # in float32, as ann.dot
@@ -130,11 +125,6 @@ class MentionMemory:
         value = torch.einsum("mk,mkv->mv", weights, values.float())
         return found._replace(weights=weights, value=value)
 
-    def passages_per_entity(self, n_entities):
-        """(E,): in how many passages of the memory, over all processes, each entity stands."""
-        pairs = torch.unique(torch.stack([self.entity, self.passage]), dim=1)
-        return ann.sum_over_processes(pairs[0].bincount(minlength=n_entities), pairs.device)
-
     def changed(self, **attributes):
         """A copy with these attributes replaced."""
         other = copy.copy(self)
@@ -150,15 +140,13 @@ class MentionMemory:
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
-        """A uniform sample (§4.1: 38M of 150M mentions) by passage: each is whole or left out."""
+        """A uniform sample (§4.1: 38M of 150M mentions) by passage: each is whole or left out.
+        sample(0): the memory emptied."""
         if fraction >= 1:
             return self
         n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
-
-    def emptied(self):
-        return self.select(torch.zeros(len(self), dtype=torch.bool))
 
     def shuffled(self, seed=0):
         """Values are permuted, keys are not: the same memories are retrieved, with wrong values."""
@@ -209,8 +197,7 @@ class GivenMemory(MentionMemory):
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
-    mentions: a data.Batch, of which row, start, end and passage, each (M,), are used. memory: one
-    of the four above."""
+    mentions: a data.Batch, of which row, start, end and passage are used. memory: as above."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
@@ -260,9 +247,6 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
 # ==== Set apart: files ============================================================================
 # Plain .npy arrays by shard, so that any number of processes writes the same files.
 
-def array_file(folder, shard, name):
-    return Path(folder) / f"{name}-{shard:05d}.npy"
-
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
     processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: plain
@@ -281,7 +265,7 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     is_same_encoder = all(before.get(name) == about[name] for name in about)
     n_old = before["n_passages"] // each if is_same_encoder else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
-        paths = [array_file(part, shard, name) for name in ARRAYS]
+        paths = [part / f"{name}-{shard:05d}.npy" for name in ARRAYS]
         if all(path.exists() for path in paths):
             continue
         if shard < n_old:
@@ -300,15 +284,10 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
             data.write_file(path, lambda file: np.save(file, rows[name]))
     ann.barrier()
     if rank == 0:
-        n = sum(len(np.load(array_file(part, shard, "entity"))) for shard in range(len(shards)))
+        n = sum(len(np.load(path, "r")) for path in part.glob("entity-*.npy"))
         data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **about, n=n,
-                           key_dim=encoder.config.key_dim, value_dim=encoder.config.value_dim,
                            n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
-
-def read_manifest(folder):
-    """What commit_folder keeps of a memory, a dictionary. Raises UserError if a file is missing."""
-    return data.open_folder(folder, "memory", wanted=lambda name: False)
 
 def load_memory(folder, fingerprint=None, device="cpu"):
     """This process's part of the table: shards rank, rank + size, … fingerprint: that of the
@@ -322,6 +301,7 @@ def load_memory(folder, fingerprint=None, device="cpu"):
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
     for name in ARRAYS:
         with data.intact(f"{folder}/{name}-*.npy"):             # np.load unpickles nothing
-            first, *parts = (np.load(array_file(folder, shard, name), "r") for shard in shards)
+            paths = [Path(folder, f"{name}-{shard:05d}.npy") for shard in shards]
+            first, *parts = (np.load(path, "r") for path in paths)
             rows[name] = np.concatenate([first[:0], *parts])    # a process may have no shard
     return MentionMemory(**rows, device=device)

@@ -11,8 +11,7 @@ over the frozen memory of the whole corpus (§2.4). A last retrieval names the a
 
 In shapes: B passages of T tokens, M mentions of the whole batch (not the matrix M of eq. 2), K
 retrieved memories of each, L masked tokens (not the L of eq. 5). z is the paper's z_m, `scores`
-are Query(m) · MemKey(i), `weights` are alpha.
-"""
+are Query(m) · MemKey(i), `weights` are alpha."""
 import hashlib
 import re
 
@@ -27,8 +26,7 @@ from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock,
 from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
 
 class TOMEBlock(nn.Module):
-    """Eq. 2 and 3. Without a memory it is only its TransformerBlock: the Mention Encoder runs it
-    like that."""
+    """Eq. 2 and 3. Without a memory, as the Mention Encoder runs it, only its TransformerBlock."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
@@ -72,9 +70,9 @@ class TOME(nn.Module):
         H0 = self.read_initial(tokens, attention_mask)
         return self.read_blocks(H0, attention_mask, mentions, memory)
 
-    def mlm_logits(self, H, target_index):
+    def mlm_logits(self, H, is_target):
         """Logits (L, vocab) at the masked tokens; the rest of them would be thrown away."""
-        return self.mlm(H.flatten(0, 1)[target_index], self.embeddings.word.weight)
+        return self.mlm(H[is_target], self.embeddings.word.weight)
 
 class MentionEncoder(nn.Module):
     """Tokens and mentions -> key (M, d_K) and value (M, d_V) mention encodings (§2.1.1)."""
@@ -101,7 +99,7 @@ class MentionEncoder(nn.Module):
 
 class BatchTOME(nn.Module):
     """Reads a batch twice (§2.3): the Mention Encoder fills the batch memory, TOME attends to it.
-    Both are the same Transformer. The encoder holds it: self.tome is self.encoder.tome."""
+    Both are the same Transformer, self.tome."""
     def __init__(self, tome):
         super().__init__()
         self.config = tome.config
@@ -295,8 +293,7 @@ def read_published(path, config):
 
     config: `config` with their sizes, in one block if a BERT; state: a state dictionary of parts of
     BatchTOME; lacks: the parts of BatchTOME that are not in it; unused: its parts that BatchTOME
-    does not have.
-    Raises UserError."""
+    does not have. Raises UserError."""
     with data.intact(path, "cannot be read as a BERT or as weights of the paper's own code",
                      "give another file"):
         config, found = read_weights(path, config)

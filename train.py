@@ -53,8 +53,7 @@ import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
 from encoder import Config, beside, low_precision, precision_on
-from memory import (GivenMemory, MentionMemory, build_memory, encode_passages, load_memory,
-                    read_manifest)
+from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
                   share_of_mean, split_into_blocks, start_positions)
@@ -259,7 +258,8 @@ def batch_tome_stage(run, recipe):
         entity = torch.where(frequent[batch.entity], batch.entity, 0)
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
                                   batch.passage) for output in outputs]
-        mlm = mlm_loss(model.tome.mlm_logits(H, batch.target_index), batch.target)
+        logits = model.tome.mlm_logits(H, batch.is_target)
+        mlm = mlm_loss(logits, batch.unmasked[batch.is_target])
         return {"mlm": (1 - settings.coref_weight, mlm),
                 "coref": (settings.coref_weight, sum(coref) / len(coref))}
 
@@ -290,7 +290,8 @@ def make_memory(run, file=None):
         run.sweep("corpus")
         run.sweep("memory")
     ann.barrier()
-    say(f"memory: {read_manifest(folder)['n']:,} linked mentions in {folder}.")
+    n = data.open_folder(folder, "memory", wanted=lambda name: False)["n"]
+    say(f"memory: {n:,} linked mentions in {folder}.")
 
 def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
@@ -338,7 +339,7 @@ def tome_stage(run, recipe, start=None):
         with torch.set_grad_enabled(given_share < 1):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
         H, layers = model.read_blocks(H0, batch.attention_mask, batch, attended)
-        mlm = mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
+        mlm = mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         if given_share == 1:
             return {"mlm": (1.0, mlm)}
         found = retrieve_answer(model, H, batch, training_memory, slice(None))
@@ -399,8 +400,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
             wrong = F.cross_entropy(logits, batch.label[known], reduction="none")
             result["claims"] = (1.0, share_of_mean(wrong))
         if task == "qa" or clozes:
-            asked = batch.answer_mention[batch.answer > 0]
-            answer = batch.answer[batch.answer > 0]
+            asked = batch.answer > 0
+            answer = batch.answer[asked]
             found = retrieve_answer(model, H, batch, training_memory, asked)
             result["qa"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
         if clozes and layers[-1] is not None:
@@ -649,7 +650,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     E, device = len(run.corpus.entity_names), run.device
     is_elsewhere = torch.ones(E, dtype=torch.bool, device=device)   # in another passage, too
     if isinstance(memory, MentionMemory):
-        is_elsewhere = memory.passages_per_entity(E) > 1
+        pairs = torch.unique(torch.stack([memory.entity, memory.passage]), dim=1)
+        is_elsewhere = ann.sum_over_processes(pairs[0].bincount(minlength=E), device) > 1
     masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row per mention, as below
     for first in range(0, len(mentions), batch_size):
         part = mentions[first:first + batch_size]                                       # (B,)
@@ -659,9 +661,9 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
         if found[-1] is not None:
             mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(-1)
-        right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target       # (L,)
-        row = batch.target_index // batch.tokens.shape[1]                               # (L,)
-        n_tokens = torch.bincount(row, minlength=B)                                     # (B,)
+        filled = tome.mlm_logits(H, batch.is_target).argmax(-1)                         # (L,)
+        right = filled == batch.unmasked[batch.is_target]
+        row, n_tokens = batch.is_target.nonzero()[:, 0], batch.is_target.sum(1)         # (L,), (B,)
         n_right = torch.bincount(row[right], minlength=B)
         answer = retrieve_answer(tome, H, batch, memory, asked)
         stands_there = torch.zeros(B, E, dtype=torch.bool, device=device)
@@ -733,7 +735,7 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
         if task == "claims":
             right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
             continue
-        found = retrieve_answer(tome, H, batch, memory, batch.answer_mention)
+        found = retrieve_answer(tome, H, batch, memory, batch.answer >= 0)
         named = predict_entity(found.scores, found.entity).tolist()
         best = best_entities(found.scores, found.entity).tolist()
         for example, entity, entities in zip(chosen, named, best):
@@ -775,7 +777,9 @@ def read_examples(run, task, path):
         say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
-    cut = data.count_cut_mentions(examples, task, run.tokenizer, run.settings.max_length)
+    passages = data.example_passages(examples, task, run.tokenizer, run.settings.max_length)
+    n_read = sum(i >= 0 for passage in passages for i in passage.index)
+    cut = sum(len(e.mentions) for e in examples) - n_read
     nothing = sum(not e.mentions for e in examples)
     if cut or nothing:
         say(f"{path}: {cut:,} mentions overlap others, stand behind max_length or are more than 32 "
@@ -1167,7 +1171,7 @@ def make_world(folder, seed):
     part = folder.with_name("world.part")
     for old in (part, folder):
         data.remove(old)
-    data.write_toy(part, *data.toy_world(seed))
+    data.toy(part, seed)
     data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
     return folder / "corpus.jsonl"
 

@@ -170,8 +170,10 @@ def random_batch(config, B, T, n_mentions, n_targets, n_entities, device, seed=0
     nothing = torch.zeros_like(row)
     batch = data.Batch(tokens=tokens, unmasked=tokens.clone(), attention_mask=tokens > 0, row=row, start=start,
                        end=start + 2, entity=torch.randint(1, n_entities, (len(row),), generator=g), passage=row,
-                       target_index=at, target=tokens.flatten()[at], mention=nothing)
+                       is_target=torch.zeros_like(tokens, dtype=torch.bool), label=nothing[:B], mention=nothing,
+                       answer=nothing - 1)
     batch.tokens.view(-1)[at] = 103
+    batch.is_target.view(-1)[at] = True
     return batch.to(device)
 
 def random_memory(config, N, n_entities, device, seed=1):
@@ -186,7 +188,7 @@ def tome_step(model, batch, table):
         H, _ = model(batch.tokens, batch.attention_mask, batch, table)
         z = model.answer(H, batch.row, batch.start, batch.end)
         found = table.retrieve(z, batch.passage, model.config.k_answer, model.config.k_answer_shard)
-        loss = (0.85 * mlm_loss(model.mlm_logits(H, batch.target_index), batch.target)
+        loss = (0.85 * mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
                 + 0.15 * entity_prediction_loss(found.scores, found.entity, batch.entity))
     model.zero_grad()
     loss.backward()
@@ -200,7 +202,7 @@ def batch_tome_step(model, batch):
         keys, values = model.encoder.key(H, *spans), model.encoder.value(H, *spans)
         table = memory.BatchMemory(keys, values, batch.entity, batch.passage)
         H, _ = tome.read_blocks(H0, mask, batch, table)
-        loss = (0.85 * mlm_loss(tome.mlm_logits(H, batch.target_index), batch.target)
+        loss = (0.85 * mlm_loss(tome.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
                 + 0.15 * coreference_loss(model.coref(H, *spans), batch.entity, batch.passage))
     model.zero_grad()
     loss.backward()
@@ -236,7 +238,7 @@ def step(args):
 
 def build(args):
     with tempfile.TemporaryDirectory() as folder:
-        data.write_toy(folder, *data.toy_world(0))
+        data.toy(folder, 0)
         tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(f"{folder}/corpus.jsonl")), 2000)
         corpus = data.Corpus.build(f"{folder}/corpus.jsonl", f"{folder}/corpus", tokenizer, 64, 128)
         encoder = BatchTOME(TOME(SMALL)).to(args.device).eval().encoder

@@ -403,7 +403,7 @@ KINDS = {
     "run.json": ("run.json", "done", "eval"), "corpus arrays": ("corpus-*/*.bin", "done", "eval"),
     "corpus meta": ("corpus-*/meta.json", "done", "eval"),
     "corpus names": ("corpus-*/names.json", "done", "eval"),
-    "tokenizer": ("corpus-*/tokenizer.json", "done", "eval"), "tome.pt": ("tome.pt", "done", "eval"),
+    "tokenizer": ("corpus-*/vocab.txt", "done", "eval"), "tome.pt": ("tome.pt", "done", "eval"),
     "qa.pt": ("qa.pt", "done", "eval qa"), "memory meta": ("memory-*/meta.json", "done", "eval"),
     "memory arrays": ("memory-*/*.npy", "done", "eval"),
     "batch-tome.pt": ("batch-tome.pt", "memory", "memory"),

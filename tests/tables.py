@@ -91,7 +91,9 @@ def world(out, seed):
     lines, examples = data.toy_world(seed)
     seen = {line["title"] for line in lines if line["split"] == "train"}
     lines = [line if line["title"] in seen else line | {"split": "train"} for line in lines]
-    data.write_toy(folder, lines, examples)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, records in {"corpus": lines, **examples}.items():
+        data.write_lines(folder / f"{name}.jsonl", records)
     return folder
 
 @once

@@ -393,7 +393,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     assert "has no weights of blocks.0.memory_attention, mlm" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
     assert model["encoder.tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
-    tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "tokenizer.json")
+    tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "vocab.txt")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
     run = train.read_run(out).open()
@@ -478,13 +478,14 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     row = torch.tensor([0, 0, 1, 1])
     batch = data.Batch(tokens=tokens, unmasked=tokens.clone(), attention_mask=tokens > 0, row=row, passage=row,
                        start=torch.tensor([1, 9, 2, 12]), end=torch.tensor([4, 12, 5, 15]),
-                       entity=torch.tensor([1, 2, 1, 3]), target_index=torch.tensor([3, 40]),
-                       target=torch.tensor([2000, 3000]), mention=nothing)
+                       entity=torch.tensor([1, 2, 1, 3]), is_target=torch.zeros(2, 32, dtype=torch.bool),
+                       label=nothing[:2], mention=nothing, answer=nothing)
+    batch.is_target[[0, 1], [3, 8]] = True
     optimizer = train.optimizer_for(SimpleNamespace(settings=settings, init=None), model)
     before = [p.detach().clone() for p in model.parameters()]
     H, _ = model.train()(batch)
     z = model.coref(H, batch.row, batch.start, batch.end)
-    loss = ((1 - settings.coref_weight) * mlm_loss(tome.mlm_logits(H, batch.target_index), batch.target)
+    loss = ((1 - settings.coref_weight) * mlm_loss(tome.mlm_logits(H, batch.is_target), torch.tensor([2000, 3000]))
             + settings.coref_weight * coreference_loss(z, batch.entity, batch.passage))
     loss.backward()
     optimizer.step()

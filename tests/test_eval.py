@@ -38,7 +38,7 @@ def out(tmp_path_factory):
     lines = []
     for a, b, c in zip(NAMES, NAMES[1:] + NAMES, NAMES[2:] + NAMES):
         for text in (f"{a} was taught by {b}.", f"Here {a} met {c} again.", f"{b} taught {a} and {c} tóo.", f"{a} likes <b>tea</b>."):
-            lines.append({"title": a, "text": text, "mentions": [m._asdict() for m in data.find_mentions(text, NAMES)],
+            lines.append({"title": a, "text": text, "mentions": [m._asdict() for m in data.find_mentions(text, data.name_index(NAMES))],
                           "split": "held_out" if "tóo" in text else "train"})
     claims = [{"text": c, "label": data.CLAIM_LABELS[i % 3]} for i, c in enumerate(CLAIMS)]
     questions = [{"question": q, "answers": [a]} for q, a in QUESTIONS]
@@ -57,7 +57,7 @@ def run(out, monkeypatch):
 
 def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path):
     """One batch of both against each read alone, the sums of eq. 10 by hand."""
-    claims = [data.Example(claim, data.find_mentions(claim, NAMES), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
+    claims = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
     path = write(tmp_path / "claims.jsonl", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
                                               "label": data.CLAIM_LABELS[e.label]} for e in claims])
     true = [e for e in claims if data.CLAIM_LABELS[e.label] == "SUPPORTS"]
@@ -68,7 +68,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     with torch.no_grad():
         parts = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
     n = len(claims)
-    assert parts.keys() == {"claims", "qa", "asked"} and (batch.answer > 0).tolist() == n * [False] + n * [True]
+    assert parts.keys() == {"claims", "qa", "asked"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
     training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "qa": [], "asked": []}
     for r, row in enumerate(batch.tokens):
         label = int(batch.label[r])
@@ -77,12 +77,12 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
                            row[batch.attention_mask[r]].tolist())
             one, mention = train.examples_batch(loaded, "claims", [example]), -1
         else:           # a true claim, but for the words of the mention that is asked for
-            name = loaded.corpus.entity_names[int(batch.answer[r])]
+            name = loaded.corpus.entity_names[int(batch.answer[(batch.row == r) & (batch.answer > 0)])]
             example = next(e for e in true if any(m.entity == name for m in e.mentions) and train.examples_batch(
                 loaded, "qa", [e]).tokens[0, :-4].tolist() == batch.unmasked[r][batch.attention_mask[r]][:-1].tolist())
             one = train.examples_batch(loaded, "claims", [example._replace(label=None, answers=[name])])
             assert one.tokens.shape == (1, int(batch.attention_mask[r].sum()))
-            mention = int(one.answer_mention)
+            mention = int((one.answer >= 0).nonzero())
             one.tokens = row[None, :one.tokens.shape[1]]
         with torch.no_grad():
             H, layers = model(one.tokens, one.attention_mask, one, training)
@@ -96,7 +96,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
             scores = np.exp(scores - scores.max())
             best = np.argsort(-scores)[:loaded.config.k_answer]     # eq. 10, over the retrieved memories
-            own = scores[best][training.entity.numpy()[best] == int(one.answer)].sum()
+            own = scores[best][training.entity.numpy()[best] == int(one.answer[mention])].sum()
             if own > 0:
                 by_hand[key].append(-math.log(own / scores[best].sum()))
     for name, losses in by_hand.items():
@@ -177,7 +177,7 @@ def test_without_memory_the_layers_are_off(run):
     loaded, tome, memory = train.open_run(run)
     memory.values *= 100                                            # that what is attended to is seen in what is said
     means, with_memory = [], []
-    examples = [data.Example(claim, data.find_mentions(claim, NAMES), 0, [], {}) for claim in CLAIMS]
+    examples = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), 0, [], {}) for claim in CLAIMS]
     for example in examples:
         batch = train.examples_batch(loaded, "claims", [example])
         with torch.no_grad():
@@ -264,7 +264,10 @@ def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_th
     for m in mentions:
         own, entity = int(corpus.passage_of(m)), corpus.mention_entity[m]
         text = corpus.tokens[corpus.passage_start[own]:corpus.passage_start[own + 1]].tolist()
-        rest = text[:corpus.mention_start[m]] + text[corpus.mention_end[m] + 1:]
+        number = m - corpus.mention_first[own]                  # in its passage
+        start, end = ([i for i, t in enumerate(text) if t == corpus.special[marker]][number]
+                      for marker in (data.E_START, data.E_END))
+        rest = text[:start] + text[end + 1:]
         scores = plain_bm25(corpus, every, [t for t in rest if t not in special], special)
         del scores[own]
         there = set(corpus.passage_entities(own).tolist()) - {entity} | {0}
@@ -284,14 +287,14 @@ def test_withheld_entities_are_evaluated_apart_and_a_gain_has_the_interval_of_pa
     assert set(measured) == {"seen", "unseen", "withheld"} and measured["withheld"]["n"] and measured["seen"]["n"]
     for kind, values in measured.items():
         shares = []
-        for changed in (memory, memory.emptied()):
+        for changed in (memory, memory.sample(0)):
             alone = []                          # each mention by itself, read by the model as it is
             for m in train.sample_eval_mentions(loaded, 40):
                 name = loaded.corpus.entity_names[loaded.corpus.mention_entity[m]]
                 if (zlib.crc32(name.encode()) % 2 ** 32 < 2 ** 31) == (kind == "withheld") and kind != "unseen":
                     batch = data.eval_batch(loaded.corpus, np.array([m]))
                     H, _ = tome(batch.tokens, batch.attention_mask, batch, changed)
-                    right = tome.mlm_logits(H, batch.target_index).argmax(-1) == batch.target
+                    right = tome.mlm_logits(H, batch.is_target).argmax(-1) == batch.unmasked[batch.is_target]
                     alone.append(right.float().mean().item())
             shares.append(alone)
         assert values["n"] == len(shares[0])
@@ -373,10 +376,10 @@ def test_what_is_said_is_of_the_masked_mention_where_two_stand_in_one_passage(ru
     assert len(set(passages)) < len(passages)
     tea = loaded.tokenizer.encode("tea", add_special_tokens=False).ids[:1]
     logits = torch.nn.functional.one_hot(torch.tensor(tea), loaded.config.vocab_size)
-    monkeypatch.setattr(tome, "mlm_logits", lambda H, target_index: logits.expand(len(target_index), -1))
+    monkeypatch.setattr(tome, "mlm_logits", lambda H, is_target: logits.expand(int(is_target.sum()), -1))
     for m in mentions:
         evaluation.show(loaded, tome, memory, None, m)
-        said = loaded.tokenizer.decode(len(data.eval_batch(loaded.corpus, m[None]).target) * tea)
+        said = loaded.tokenizer.decode(int(data.eval_batch(loaded.corpus, m[None]).is_target.sum()) * tea)
         printed = capsys.readouterr().out
         assert printed.startswith(f"\n{loaded.corpus.show_mention(m)}\n") and printed.endswith(f"  says: {said}\n")
         assert [x[0] for x in retrieved(printed)] == [(data.MASK, 1), (data.MASK, 2)]

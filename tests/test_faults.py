@@ -258,7 +258,7 @@ def stranger(reference, tmp_path_factory):
 
 @pytest.mark.parametrize("name, words", [
     ("tome.pt", "tome.pt was made with --seed 1, not 0"), ("memory", "another mention encoder"), ("corpus", "was made with --"), ("run.json", "is missing"),
-    ("corpus/tokenizer.json", "tokenizer.json")])
+    ("corpus/vocab.txt", "vocab.txt")])
 def test_what_belongs_to_another_run_is_refused(stranger, done, small, name, words):
     folder, _, inner = name.partition("/")
     if folder in ("corpus", "memory"):

@@ -148,17 +148,23 @@ def mentions_of(z, device=None):
     return SimpleNamespace(row=row, start=start, end=end, passage=take("in/text_identifiers")[real], real=real)
 
 
+def targets_of(z):
+    """(row, column) of the masked tokens, in their order, and what these were."""
+    at = z["in/mlm_target_weights"] > 0
+    return (at.nonzero()[:, 0], z["in/mlm_target_positions"][at].long()), z["in/mlm_target_ids"][at].long()
+
+
 def batch_of(z):
     m, targets = mentions_of(z), z["in/mention_target_weights"] > 0
     entity = torch.zeros(len(m.row), dtype=torch.int64)
     entity[z["in/mention_target_indices"][targets].long()] = z["in/mention_target_ids"][targets].long()
-    at = z["in/mlm_target_weights"] > 0
     tokens = z["in/text_ids"].long()
-    index = z["in/mlm_target_positions"].long() + tokens.shape[1] * torch.arange(len(tokens))[:, None]
+    is_target = torch.zeros_like(tokens, dtype=torch.bool)
+    is_target[targets_of(z)[0]] = True
     nothing = torch.full_like(m.row, -1)
     return data.Batch(tokens=tokens, unmasked=tokens, attention_mask=z["in/text_mask"] > 0, row=m.row, start=m.start,
-                      end=m.end, entity=entity, passage=m.passage, target_index=index[at],
-                      target=z["in/mlm_target_ids"][at].long(), mention=nothing)
+                      end=m.end, entity=entity, passage=m.passage, is_target=is_target, mention=nothing,
+                      answer=nothing, label=torch.full((len(tokens),), -1))
 
 
 def memory_of(z, device=None, kind=MentionMemory, passage="in/memory_identifiers"):
@@ -477,7 +483,7 @@ def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gr
         same_forward(name, layer.weights, z[f"out/{prefix}memory_attention_weights"][real])
     encodings = projector(H, *spans)
     same_forward(name, encodings[linked], z["out/target_mention_encodings"][targets])
-    logits = tome.mlm_logits(H, batch.target_index)
+    logits = tome.mlm_logits(H, targets_of(z)[0])
     same_forward(name, logits, z["out/mlm_logits"][z["in/mlm_target_weights"] > 0])
 
     # Their final retrieval takes nothing away, so it is asked for a passage that nobody has. Ours (decision 4):
@@ -491,7 +497,7 @@ def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gr
         ours = memory_of(z).retrieve(queries, batch.passage, 16, 16)
         assert ours.ids.tolist() == top_allowed(z, queries, batch.passage, 16)
 
-    losses = {"mlm": (0.85, mlm_loss(logits, batch.target)),
+    losses = {"mlm": (0.85, mlm_loss(logits, targets_of(z)[1])),
               "coref_resolution": (0.1, coreference_loss(encodings, batch.entity, batch.passage))}
     for term, weight, layer in (("el_intermediate", 0.05, found[0]), ("second_el_intermediate", 0.05, found[-1]),
                                 ("el_final", 0.15, answer)):
@@ -578,9 +584,9 @@ def test_batch_tome_reads_twice_as_the_public_encoder_does(blocks):
         assert not found[0].weights[own].any()          # Decision 2. Their "disallow", unmended, sees nothing else:
         assert not z["disallow_as_is/memory_attention_weights"][real][:, targets][~own].any()
 
-        logits = tome.mlm_logits(H, batch.target_index)
+        logits = tome.mlm_logits(H, targets_of(z)[0])
         same_forward(name, logits, z[f"{case}/mlm_logits_second"][z["in/mlm_target_weights"] > 0])
-        losses = {"mlm": (0.85, mlm_loss(logits, batch.target)),
+        losses = {"mlm": (0.85, mlm_loss(logits, targets_of(z)[1])),
                   "final_coref_resolution": (0.15, coreference_loss(encodings, batch.entity, batch.passage))}
         for term, (_, loss) in losses.items():
             same_forward(f"{name}, losses", loss, z[f"{case}/loss/{term}/loss"] / z[f"{case}/loss/{term}/denominator"])
@@ -609,12 +615,12 @@ def test_entity_markers_stand_where_the_public_code_puts_them(example):
         piece, = data.encode_text(encoding, mentions, 100, 100, special, Counter())
         kept = z["out_mention_mask"][here] > 0          # theirs drops what does not fit new_length, ours cuts the text
         n_mentions, n_dropped = n_mentions + len(here), n_dropped + int((~kept).sum())
-        order = np.argsort(piece.index)
-        start, end = piece.start[order] - 1, piece.end[order] - 1
+        order, tokens = np.argsort(piece.index), np.array(piece.tokens)
+        start, end = (np.flatnonzero(tokens == marker)[order] - 1 for marker in (1, 2))
         assert start[kept].tolist() == z["out_mention_start_positions"][here][kept].tolist()
         assert end[kept].tolist() == z["out_mention_end_positions"][here][kept].tolist()
         assert (start[~kept] >= 0).all() and (end[~kept] >= int(z["in_new_length"])).all()
         theirs = z["out_text_ids"][row][z["out_text_mask"][row] > 0]
         reach = int(start[~kept].min()) if not kept.all() else len(theirs)
-        assert piece.tokens[1:-1][:reach].tolist() == theirs[:reach].tolist()
+        assert piece.tokens[1:-1][:reach] == theirs[:reach].tolist()
     assert (n_mentions, n_dropped) == [(3, 0), (4, 1), (5, 0)][example]

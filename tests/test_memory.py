@@ -12,7 +12,7 @@ import data
 import memory as memory_file
 from data import UserError
 from encoder import Config
-from memory import ARRAYS, build_memory, encode_passages, load_memory, read_manifest
+from memory import ARRAYS, build_memory, encode_passages, load_memory
 from tome import TOME, BatchTOME
 
 CPU = torch.device("cpu")
@@ -49,11 +49,10 @@ def test_a_memory_is_what_the_encoder_says_and_its_meta_says_so(corpora, tmp_pat
     table = load_memory(tmp_path / "memory", encoder.fingerprint)
     for name in ARRAYS:
         np.testing.assert_allclose(getattr(table, name).numpy(), rows[name], atol=1e-6)
-    manifest = read_manifest(tmp_path / "memory")
+    manifest = data.open_folder(tmp_path / "memory", "memory")
     assert manifest["recipe"] == {"kind": "memory"} and manifest["n"] == len(table)
     assert manifest["encoder"] == encoder.fingerprint and manifest["dtype"] == "float32"
     assert (manifest["n_passages"], manifest["n_shards"]) == (len(corpus.article), -(-len(corpus.article) // 16))
-    assert (manifest["key_dim"], manifest["value_dim"]) == (TINY.key_dim, TINY.value_dim)
     assert not list(tmp_path.glob("*.part"))
     with pytest.raises(UserError, match="another mention encoder"):
         load_memory(tmp_path / "memory", new_encoder(1).fingerprint)

@@ -229,7 +229,7 @@ def test_a_mention_that_is_allowed_nothing_adds_nothing():
     assert (found.weights[:3] == 0).all() and (found.value[:3] == 0).all()
     torch.testing.assert_close(M, attention_by_hand(H, layer, table.keys, table.values, table.passage, 5),
                                atol=1e-5, rtol=1e-5)
-    M, found = layer(H, Mentions, table.emptied())
+    M, found = layer(H, Mentions, table.sample(0))
     torch.testing.assert_close(M, layer.norm(H))
 
 
@@ -382,7 +382,7 @@ def test_buckets_are_made_again_only_where_keys_or_passages_change():
 
 def test_memory_controls_select_sample_shuffle_and_group():
     table = memory_of()
-    assert len(table.emptied()) == 0
+    assert len(table.sample(0)) == 0
     half = table.sample(0.5)
     assert 0 < len(half) < 30 and all((half.passage == p).sum() == 3 for p in half.passage)
     shuffled = table.shuffled()

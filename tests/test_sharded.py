@@ -212,4 +212,4 @@ def test_bucketed_memory_with_all_buckets_retrieves_what_the_exact_one_does():
     assert torch.equal(a.ids, b.ids) and torch.allclose(a.value, b.value)
     half = exact.bucketed(2).select(torch.arange(300) % 2 == 0)
     assert half.n_search == 2 and len(half) == 150 and (half.attend(query, passage, 5, 5).ids < 150).all()
-    assert exact.bucketed(2).emptied().attend(query, passage, 5, 5).value.eq(0).all()
+    assert exact.bucketed(2).sample(0).attend(query, passage, 5, 5).value.eq(0).all()

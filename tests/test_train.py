@@ -146,7 +146,9 @@ def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
         mention = int(table.mention[m])
         passage = int(corpus.passage_of(mention))
         tokens = torch.from_numpy(corpus.tokens[corpus.passage_start[passage]:corpus.passage_start[passage + 1]].copy())[None].long()
-        spans = [torch.tensor([x]) for x in (0, int(corpus.mention_start[mention]), int(corpus.mention_end[mention]))]
+        number = mention - int(corpus.mention_first[passage])
+        start, end = ((tokens[0] == corpus.special[marker]).nonzero()[number] for marker in (data.E_START, data.E_END))
+        spans = [torch.tensor([0]), start, end]
         with torch.no_grad():
             key, value = model.encoder(tokens, torch.ones_like(tokens, dtype=torch.bool), *spans)
         torch.testing.assert_close(table.keys[m], key[0], atol=1e-4, rtol=1e-4)
@@ -707,7 +709,7 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
     shutil.rmtree(only(trained, "memory"))
     assert run("--stage", "memory", "--out", trained) == 0
     before = data.Corpus(only(trained, "corpus"))
-    tokenizer = data.load_tokenizer(only(trained, "corpus") / "tokenizer.json")
+    tokenizer = data.load_tokenizer(only(trained, "corpus") / "vocab.txt")
     files = {path.name: path.stat().st_mtime_ns for path in only(trained, "memory").iterdir()}
     more, both = tmp_path / "more.jsonl", tmp_path / "both.jsonl"
     name = before.entity_names[1]
@@ -752,7 +754,9 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
     questions = [q for q in examples["qa.one_hop.unseen"] if q["relations"][0] in ("director", "location")]
     films = {q["subject"] for q in questions}               # no passage but their own names them
     world, more, new = tmp_path / "world", tmp_path / "more.jsonl", tmp_path / "new.jsonl"
-    data.write_toy(world, [line for line in lines if line["title"] not in films], examples)
+    world.mkdir()
+    for name, records in {"corpus": [line for line in lines if line["title"] not in films], **examples}.items():
+        data.write_lines(world / f"{name}.jsonl", records)
     data.write_lines(more, [line for line in lines if line["title"] in films])
     data.write_lines(new, questions)
     schedule = {"batch-tome": train.Schedule(2500, 1.5e-3, 100, 64), "tome": train.Schedule(150, 1e-3, 20, 64),
