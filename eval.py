@@ -33,56 +33,44 @@ import torch
 
 import data
 import train
-from memory import MentionMemory, attention_weights
+from memory import attention_weights
 from tome import claim_logits, predict_entity, retrieve_answer
 
 # ---- Figures: a cell holds those of n items ------------------------------------------------------
 
-def evaluate_memory(run, tome, memory, mentions):
-    """train.masked_mentions' figures, and the accuracy with the memory emptied and with its values
-    shuffled. "gain": what the memory adds to a mention's share of right words, the mean over
-    mentions, and its 95% interval from paired differences. Also returns for each kind {mention:
-    that share with the memory, and with it emptied}. A baseline has no controls, and no pairs."""
-    measured, shares = train.masked_mentions(run, tome, memory, mentions)
-    if not isinstance(memory, MentionMemory):
-        return measured, {}
-    emptied, without = train.masked_mentions(run, tome, memory.sample(0), mentions)
-    shuffled, _ = train.masked_mentions(run, tome, memory.shuffled(), mentions)
-    pairs = {}
-    for kind, values in measured.items():
-        values["emptied"] = emptied[kind]["accuracy"]
-        values["shuffled"] = shuffled[kind]["accuracy"]
-        pairs[kind] = {m: (share, without[kind][m]) for m, share in shares[kind].items()}
-        gains = np.array([share - alone for share, alone in pairs[kind].values()])
-        if len(gains) > 1:
-            half = 1.96 * gains.std(ddof=1) / len(gains) ** 0.5
-            values["gain"] = [gains.mean() + x for x in (0, -half, half)]
-    return measured, pairs
-
 def masked_mention_figures(run, tome, memory, n=1000):
-    """The keys "masked_mention" and "same_entity_mass" of --json: at most n held-out mentions of
-    each kind of entity, each masked alone in its passage; None where there are none. Also returns
-    the pairs of evaluate_memory."""
-    masked, mass, corpus = {}, {}, run.corpus
-    measured, pairs = evaluate_memory(run, tome, memory, train.sample_eval_mentions(run, n))
-    rank_of, asked = {}, [m for of_kind in pairs.values() for m in of_kind]
-    if asked:
-        queries = []                    # tokens, right entities, own passages: see bm25_ranks
-        for m in asked:
-            tokens = data.eval_batch(corpus, [m]).tokens[0].tolist()
-            queries.append((tokens, [corpus.mention_entity[m]], [corpus.passage_of(m)]))
-        rank_of = dict(zip(asked, bm25_ranks(corpus, memory.passage.tolist(), queries)))
-    for kind, cell in measured.items():
+    """The keys "masked_mention" and "same_entity_mass" of --json: train.masked_mentions' figures of
+    at most n held-out mentions of each kind of entity; None where there are none. A baseline has no
+    controls. Else there are also the accuracy with the memory emptied and with its values shuffled;
+    the gain of a mention's share of right words, its mean and the 95% interval from paired
+    differences; and how often BM25's vote names the entity. Also returns the mentions, and of each
+    this share with the memory and with it emptied; of a baseline ()."""
+    corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
+    measured, shares = train.masked_mentions(run, tome, memory, mentions)
+    pairs, figures = (), {"masked_mention": {}, "same_entity_mass": {}}
+    if not run.is_baseline:
+        emptied, alone = train.masked_mentions(run, tome, memory.sample(0), mentions)
+        shuffled, _ = train.masked_mentions(run, tome, memory.shuffled(), mentions)
+        pairs, kind_of = (mentions, shares, alone), run.entity_kind[corpus.mention_entity[mentions]]
+        queries = [(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
+                    [corpus.passage_of(m)]) for m in mentions]
+        ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
+    for i, (kind, cell) in enumerate(measured.items()):
         n_mentions = cell.pop("n")
+        if pairs:
+            cell |= {"emptied": emptied[kind]["accuracy"], "shuffled": shuffled[kind]["accuracy"]}
+            gains = (shares - alone)[kind_of == i]
+            if n_mentions > 1:
+                half = 1.96 * gains.std(ddof=1) / n_mentions ** 0.5
+                cell["gain"] = [gains.mean() + x for x in (0, -half, half)]
+            for name, least in (("bm25_entity", 1), ("bm25_entity@20", 20)):
+                cell[name] = (ranks[kind_of == i] <= least).sum() / max(n_mentions, 1)
         if n_mentions == 0:
             cell = dict.fromkeys(cell)
-        elif pairs:
-            ranks = np.array([rank_of[m] for m in pairs[kind]])
-            cell |= {"bm25_entity": np.mean(ranks <= 1), "bm25_entity@20": np.mean(ranks <= 20)}
-        mass[kind] = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
-        mass[kind]["n"] = n_mentions
-        masked[kind] = {"memory": cell.pop("accuracy"), **cell, "n": n_mentions}
-    return {"masked_mention": masked, "same_entity_mass": mass}, pairs
+        mass = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
+        figures["same_entity_mass"][kind] = mass | {"n": n_mentions}
+        figures["masked_mention"][kind] = {"memory": cell.pop("accuracy"), **cell, "n": n_mentions}
+    return figures, pairs
 
 def task_figures(run, tome, memory, task, path=None):
     """The key "claims" or "qa" of --json: the cell of a file, or cells of the toy world's tests, of
@@ -218,31 +206,15 @@ def show(run, tome, memory, task, item):
     if task or batch.is_target.any():
         train.say(f"  says: {said or 'nothing'}")
 
-def show_where_it_helps(run, pairs):
+def show_where_it_helps(run, mentions, shares, alone):
     """The first ten held-out mentions that the model only fills in with its memory, and the first
-    ten that it only fills in without. pairs: evaluate_memory's."""
-    shares = {m: pair for of_kind in pairs.values() for m, pair in of_kind.items()}
-    helped = [m for m, (share, alone) in shares.items() if share == 1 and alone < 1]
-    harmed = [m for m, (share, alone) in shares.items() if share < 1 and alone == 1]
+    ten that it only fills in without. Arguments: see masked_mention_figures."""
+    helped, harmed = mentions[(shares == 1) & (alone < 1)], mentions[(shares < 1) & (alone == 1)]
     for title, found in (("with the memory", helped), ("without it", harmed)):
-        train.say(f"\nRight only {title}: {len(found)} of {len(shares)}")
+        train.say(f"\nRight only {title}: {len(found)} of {len(mentions)}")
         train.say("\n".join(f"  {run.corpus.show_mention(m)}" for m in found[:10]))
 
 # ==== Set apart: report and command line ==========================================================
-
-def say_figures(figures, place=""):
-    """A line for each cell: its place in --json, then its figures with their 95% intervals."""
-    line = f"{place:<23}"
-    for key, value in figures.items():
-        if isinstance(value, dict) and key != "interval":
-            say_figures(value, f"{place}{key} ")
-        elif value is not None and key != "interval":
-            # A gain is a list that holds its bounds; those of the others are in "interval".
-            number, *bounds = [*np.ravel(value), *figures.get("interval", {}).get(key, [])]
-            line += f"   {key} {number:.3f}" if isinstance(number, float) else f"   {key} {number}"
-            line += f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-    if line.strip() != place.strip():
-        train.say(line)
 
 def say_by_size(run, tome, memory, shares=(0.1, 0.5)):
     """The share of masked tokens that are right with a part of the memory (figure 2)."""
@@ -276,7 +248,7 @@ def main(argv=None):
             raise data.UserError(f"{args.out} is a baseline: it has no mention memory")
         if not run.is_baseline:
             memory = memory.sample(args.memory_fraction)
-        task, items, figures, pairs = args.task, [], {}, {}
+        task, items, figures, pairs = args.task, [], {}, ()
         if args.show and not args.show.isdecimal():
             items = [example_of(run, args.show)]
         elif args.show:
@@ -290,11 +262,11 @@ def main(argv=None):
         if args.json:
             print(json.dumps(figures))
         else:
-            say_figures(figures)
+            train.say_figures(figures)
         if pairs and not args.json:
             if args.memory_fraction == 1:           # else a sample would be sampled again
                 say_by_size(run, tome, memory)
-            show_where_it_helps(run, pairs)
+            show_where_it_helps(run, *pairs)
             items = train.sample_eval_mentions(run, 3)
         for item in items:
             show(run, tome, memory, task, item)

@@ -25,6 +25,7 @@ H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 
 the loop, initial weights, what is measured, examples; then the run folder and the command line.
 """
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -36,7 +37,7 @@ import sys
 import time
 import zipfile
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache
@@ -140,12 +141,8 @@ PRESETS = {
 # loss is this process's part of the mean over the whole batch: the sum of all processes' gradients
 # is then the gradient of the whole batch, whatever their number.
 #
-# `run` is an open run folder (class Run, below): settings, config, corpus, device. Its init is a
-# path to published weights or None (is_published: they are a trained BATCH-TOME's). The config with
-# one memory layer is batch_tome_config; is_baseline is true without a mention memory; is_withheld
-# and entity_kind (an index into KINDS) are (E,). saved is what run.json holds: the flags, and
-# checksums of what was appended. folder(kind) is where a corpus or memory lies, and sweep(kind)
-# removes outdated ones.
+# `run` is an open run folder (class Run, below): its settings, config, corpus and device; the
+# entities that are withheld (is_withheld), and each one's index into KINDS (entity_kind), (E,).
 # `recipe` is a plain dictionary of all that determines a stage's result: kind (the stage's name:
 # "batch-tome", "tome", "claims" or "qa"), steps, lr, batch, …
 
@@ -165,9 +162,7 @@ def endless(order):
     length = len(order(0))
 
     def at(step, n):
-        first, last = step * n // length, (step * n + n - 1) // length
-        items = np.concatenate([order(epoch) for epoch in range(first, last + 1)])
-        return items[step * n - first * length:][:n]
+        return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
     return at
 
 def epochs_of(run, number, items):
@@ -215,18 +210,18 @@ def batch_tome_stage(run, recipe):
         model = new_batch_tome(run)
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
-    def small_memory():
-        """For measuring, of a few passages: to encode all again would take too long."""
+    def evaluate():
+        """With a small memory, of a few passages: to encode all again would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
-        return MentionMemory(**rows, device=run.device)
+        memory = MentionMemory(**rows, device=run.device)
+        return masked_mentions(run, model.tome, memory, mentions)[0]
 
     def before_step(step):
         """At fit_step, fit_retrieval sets the retrieval layers in closed form: freshly initialised
         ones would find nothing. Prints the attention before and after."""
-        if fit_step > 0 and step in (0, fit_step):
-            say_attention(f"{step}, memory still off")
-        if fit_step > 0 and step == fit_step:
+        if step == fit_step > 0:
+            say_figures(evaluate(), f"batch-tome {step}, memory still off ")
             sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
             batches = []
@@ -236,12 +231,8 @@ def batch_tome_stage(run, recipe):
                 batch.entity[run.is_withheld[batch.entity.numpy()]] = 0     # not linked for the fit
                 batches.append(batch.to(run.device))
             fit_retrieval(model.eval(), batches)
-            say_attention(f"{step}, after the fit")
-        model.train()
-
-    def say_attention(when):
-        measured, _ = masked_mentions(run, model.tome, small_memory(), mentions)
-        say(f"batch-tome {when}:  {in_words(measured)}")
+            say_figures(evaluate(), f"batch-tome {step}, after the fit ")
+            model.train()
 
     def losses(batch, step):
         """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
@@ -264,8 +255,7 @@ def batch_tome_stage(run, recipe):
                 "coref": (settings.coref_weight, sum(coref) / len(coref))}
 
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 1, step),
-                 losses, lambda: masked_mentions(run, model.tome, small_memory(), mentions)[0],
-                 before_step=before_step)
+                 losses, evaluate, before_step=before_step)
 
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
@@ -285,22 +275,18 @@ def make_memory(run, file=None):
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      run.recipe("memory"), before)
     if is_first:
-        if before:
-            write_json(run.out / "run.json", run.saved)
+        write_json(run.out / "run.json", run.saved)
         run.sweep("corpus")
         run.sweep("memory")
     ann.barrier()
-    n = data.open_folder(folder, "memory", wanted=lambda name: False)["n"]
-    say(f"memory: {n:,} linked mentions in {folder}.")
+    about = data.open_folder(folder, "memory", wanted=lambda name: False)   # whether all are there
+    say(f"memory: {about['n']:,} linked mentions in {folder}.")
 
 def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
-    weight, encoder, config = run.settings.entity_weight, None, run.config
-    if run.is_baseline:
-        batch_tome = new_batch_tome(run)
-    else:
-        batch_tome, _ = load_model(run, "batch-tome")
-        encoder = batch_tome.encoder.fingerprint
+    weight, config = run.settings.entity_weight, run.config
+    batch_tome = new_batch_tome(run) if run.is_baseline else load_model(run, "batch-tome")[0]
+    encoder = batch_tome.encoder.fingerprint
     model = TOME(config).to(run.device)
     model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
     start_from(run, model, start)
@@ -410,10 +396,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
             result["asked"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
         return result
 
-    def evaluate():
-        return {"score": task_accuracy(run, model, task, dev, memory)["accuracy"]}
-
-    return Stage(model, next_batch, losses, evaluate, encoder)
+    return Stage(model, next_batch, losses, lambda: {
+        "score": task_accuracy(run, model, task, dev, memory)["accuracy"]}, encoder)
 
 STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune_stage,
           "qa": finetune_stage}
@@ -422,14 +406,12 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
-BERT_PART = r"(encoder\.tome\.)?(embeddings|initial)\."       # of a model
-
 def optimizer_for(run, model):
     """AdamW; no weight decay on layer norms and biases (app. A). Embeddings and layers below the
     memory that --init loaded use bert_rate times the learning rate; those above learn to read."""
     groups = {}
     for name, parameter in model.named_parameters():
-        is_bert = run.init and re.match(BERT_PART, name)
+        is_bert = run.init and re.match(r"(encoder\.tome\.)?(embeddings|initial)\.", name)
         rate = run.settings.bert_rate if is_bert else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "rate": rate, "weight_decay": decay}
@@ -504,8 +486,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
         model.train()
         n = state["sums"].pop("steps")
         record = {name: round(value / n, 4) for name, value in state["sums"].items()}
-        progress.clear()
-        say(f"{kind} {state['step']:5d}  {in_words(record | measured)}")
+        say_figures(record | measured, f"{kind} {state['step']:5d} ")
         log(run.out, {"stage": kind, "step": state["step"], "seconds": round(time.time() - began),
                       "lr": learning_rate(recipe, state["step"] - 1), **record, **measured})
         if measured.get("score", -1.0) > state["best_score"]:
@@ -529,28 +510,15 @@ def train_stage(run, stage, recipe, checkpoint=None):
             for name, value in {**values, "steps": 1}.items():
                 state["sums"][name] += value
             progress.update()
-            progress.set_postfix({name: f"{value:.2f}" for name, value in values.items()},
-                                 refresh=False)
+            progress.set_postfix(values, refresh=False)
             stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
             if stop or step == steps or step % settings.log_every == 0 or \
                     step % settings.save_every == 0:
                 save()
             if stop:
-                raise KeyboardInterrupt(f"Stopped at step {step} of {kind} and saved; the same "
-                                        "command goes on from there.")
+                raise KeyboardInterrupt(f"Stopped at step {step} of {kind} and saved")
         save()              # the last evaluation decides on the best weights
     ann.barrier()           # nobody reads the checkpoint before it is written
-
-def in_words(figures):
-    """Losses, a score and masked_mentions' figures in a line to read."""
-    parts = []
-    for name, value in figures.items():
-        if not isinstance(value, dict):
-            parts.append(f"{name} {value:.3f}")
-        elif value["n"]:
-            parts.append(f"{name}: masked {value['accuracy']:.2f} (same entity: visible "
-                         f"{value['mass_visible']:.2f}, masked {value['mass_masked']:.2f})")
-    return "  ".join(parts)
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
 # TOME starts from BATCH-TOME's weights (§2.4): its queries already fit the keys in the memory. A
@@ -645,7 +613,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     mass_visible    … the same for the other mentions, if another passage has their entity
     n               masked mentions
 
-    and, for each kind, {mention: its share of tokens filled in rightly}."""
+    and of each mention the share of its tokens filled in rightly, an array as `mentions`."""
     tome.eval()
     E, device = len(run.corpus.entity_names), run.device
     is_elsewhere = torch.ones(E, dtype=torch.bool, device=device)   # in another passage, too
@@ -679,7 +647,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     masked, visible = np.concatenate(masked), np.concatenate(visible)
     kind = run.entity_kind[run.corpus.mention_entity[mentions]]
     visible_kind = run.entity_kind[visible[:, 0].astype(int)]
-    figures, shares = {}, {}
+    figures = {}
     for i, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
         n_tokens, n_right, named, recalled, mass = masked[kind == i].T
         mass_visible = visible[visible_kind == i, 1]
@@ -689,9 +657,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
                          "mass_masked": mass.sum() / n,
                          "mass_visible": mass_visible.sum() / max(len(mass_visible), 1),
                          "n": len(mass)}
-        shares[name] = dict(zip(mentions[kind == i].tolist(),
-                               (n_right / n_tokens.clip(1)).tolist()))
-    return figures, shares
+    return figures, masked[:, 1] / masked[:, 0].clip(1)
 
 def best_entities(scores, entity, k=20):
     """Entities of the k best memories (B, k); -1 where there are fewer. A table is not sorted."""
@@ -946,8 +912,8 @@ class Run:
         self.out, self.saved = Path(out), saved
         self.seed = saved["seed"]
         self.settings, self.config = settings_of(saved)
-        # Published weights that batch-tome starts from: a BERT's, or a file of the paper's own
-        # code, in which batch-tome comes trained.
+        # A path to published weights, or None. In a file of the paper's own code batch-tome comes
+        # trained.
         self.init = saved["init"]
         self.is_published = bool(self.init) and saved["published"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
@@ -961,11 +927,8 @@ class Run:
         compare(folder, self.corpus.meta["recipe"], self.recipe("corpus"))
         self.tokenizer = self.corpus.tokenizer
         self.device = choose_device(device)
-        words, entities = self.corpus.vocab_size, len(self.corpus.entity_names)
-        if self.init:                       # a published table may have rows that no word uses
-            words = max(words, self.config.vocab_size)
-        self.config = replace(self.config, vocab_size=words,
-                              n_entities=entities if self.is_baseline else 0)
+        n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
+        self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
         return self
@@ -985,10 +948,8 @@ class Run:
 
     def stages_to(self, kind):
         """The stages that lead to this one, and itself at the end."""
-        stages = ["tome"] if self.is_baseline else ["batch-tome", "memory", "tome"]
-        if kind in ("claims", "qa"):
-            return [*stages, kind]
-        if kind not in stages:
+        stages = ["tome", kind] if self.is_baseline else ["batch-tome", "memory", "tome", kind]
+        if self.is_baseline and kind in ("batch-tome", "memory"):
             raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
         return stages[:stages.index(kind) + 1]
 
@@ -1203,22 +1164,23 @@ def log(out, record):
             if file.read() not in (b"", b"\n"):         # a crash cut the last line off
                 file.write(b"\n")
             file.write(json.dumps(record).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        data.sync(out / "log.jsonl")
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and keeps other commands out of it: the first process locks it, and the
-    system takes the lock back however that ends. Nothing is written through a link, to what lies
-    outside. A new folder in which nothing was written is removed again."""
-    if ann.rank_and_size()[0] > 0:
-        yield
-        return
+    """Makes the run folder and locks it: other commands are kept out, and the system takes the lock
+    back however this one ends. Nothing is written through a link, to what lies outside. A new
+    folder in which nothing was written is removed again."""
     is_new = not os.path.exists(out)
     os.makedirs(out, exist_ok=True)
     folder = os.open(out, os.O_RDONLY)
     try:
-        lock(folder, out)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another train.py is at work there") from None
+        except OSError:
+            say(f"{out} cannot be locked: start no second train.py there.")
         for path in (*Path(out).glob("*.part"), Path(out, "log.jsonl")):
             if path.is_symlink():
                 raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
@@ -1228,16 +1190,6 @@ def alone_in(out):
         if is_new:
             with suppress(OSError):     # it is not empty
                 os.rmdir(out)
-
-def lock(folder, out):
-    """Locks an open folder. Where that is not possible, it is said once."""
-    try:
-        import fcntl                    # not on Windows
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--out {out}: another train.py is at work there") from None
-    except (OSError, ImportError):
-        say(f"{out} cannot be locked: start no second train.py there.")
 
 # ==== Set apart: the command line =================================================================
 
@@ -1269,6 +1221,21 @@ def say(text, file=None):
     """Prints above the progress bar, in the first process."""
     if ann.rank_and_size()[0] == 0:
         tqdm.write(data.printable(text), file)
+
+def say_figures(figures, place=""):
+    """Says figures, a line for each dictionary in them: its place, then its figures, with their 95%
+    intervals where it has them."""
+    line = f"{place:<23}"
+    for key, value in figures.items():
+        if isinstance(value, dict) and key != "interval":
+            say_figures(value, f"{place}{key} ")
+        elif value is not None and key != "interval":
+            # A gain is a list that holds its bounds; those of the others are in "interval".
+            number, *bounds = [*np.ravel(value), *figures.get("interval", {}).get(key, [])]
+            line += f"   {key} {number:.3f}" if isinstance(number, float) else f"   {key} {number}"
+            line += f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+    if line.strip() != place.strip():
+        say(line)
 
 def choose_device(name=None):
     """The torch.device of --device; with several processes, a GPU for each."""
@@ -1367,15 +1334,13 @@ def train(args):
 def report(args):
     """eval.py's report, as a command of its own. Returns the exit status. Several processes only
     name the command: a memory that fills them all may be too much for one."""
-    command = [sys.executable, Path(__file__).with_name("eval.py"), "--out", args.out]
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}"
+             for name in ("out", "task", "device", "n_search") if getattr(args, name)]
     if ann.rank_and_size()[1] > 1:
-        say(f"Done; python eval.py --out {args.out} shows what was learnt.")
+        say(f"Done; python eval.py {' '.join(flags)} shows what was learnt.")
         return 0
-    for flag in ("task", "device", "n_search"):
-        if getattr(args, flag):
-            command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     sys.stdout.flush()
-    return subprocess.run(command).returncode
+    return subprocess.run([sys.executable, Path(__file__).with_name("eval.py"), *flags]).returncode
 
 def main(argv=None):
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
@@ -1385,12 +1350,12 @@ def main(argv=None):
         with signals_to(signal.default_int_handler):
             fast_matmul()
             join_processes(args.device)
-            with alone_in(args.out):
+            with alone_in(args.out) if ann.rank_and_size()[0] == 0 else nullcontext():
                 train(args)
             if args.stage in ("tome", "finetune") and not args.quiet:
                 status = report(args)
     except KeyboardInterrupt as stop:
-        say(str(stop) or "Stopped; the same command goes on from there.")
+        say(f"{str(stop) or 'Stopped'}; the same command goes on from there.")
         status = 130
     except (UserError, OSError) as error:
         if isinstance(error, OSError):

@@ -283,7 +283,7 @@ def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_th
 def test_withheld_entities_are_evaluated_apart_and_a_gain_has_the_interval_of_paired_differences(run):
     loaded, tome, memory = train.open_run(run)
     loaded.settings.withheld = 0.5
-    measured, _ = evaluation.evaluate_memory(loaded, tome, memory, train.sample_eval_mentions(loaded, 40))
+    measured = evaluation.masked_mention_figures(loaded, tome, memory, n=40)[0]["masked_mention"]
     assert set(measured) == {"seen", "unseen", "withheld"} and measured["withheld"]["n"] and measured["seen"]["n"]
     for kind, values in measured.items():
         shares = []

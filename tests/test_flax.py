@@ -410,7 +410,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     assert saved["recipe"]["steps"] == saved["step"] == 0
     assert all(torch.equal(saved["model"][name], state[name]) for name in state)
     memory = next(out.glob("memory-*"))
-    assert data.open_folder(memory, "memory", lambda name: False)["n"] == 24 and not (out / "log.jsonl").exists()
+    assert data.read_json(memory / "meta.json")["n"] == 24 and not (out / "log.jsonl").exists()
 
     run("--stage", "tome", "--start", str(tmp_path / "tome"), "--steps", "0", "--out",
         str(out), "--quiet")
