@@ -1206,9 +1206,12 @@ def signals_to(handler):
 def fast_matmul():
     """Faster float32 products on processors without AMX: there oneDNN's setting "bf16" still
     computes in float32, on AMD's in half of MKL's time. Undone where a test product is not exact.
-    It must be on wherever bits are to agree. oneDNN keeps a compiled product for each shape, and
-    each batch has others: 1,024 of them take gigabytes, so fewer are kept."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")     # read at the first product
+    It must be on wherever bits are to agree.
+
+    oneDNN, and PyTorch beside it, keep a compiled product for each shape, and each batch has other
+    shapes: 1,024 of them take gigabytes (and time), so fewer are kept."""
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "64")          # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return
