@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
+from string import ascii_lowercase, digits
 from typing import Iterator, NamedTuple
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -817,7 +818,10 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
                 words.update(word for word, _ in pieces)
             yield text
 
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
+    # The trainer numbers pieces as it meets words, in another order each time, and equal counts are
+    # decided by number. The frequent ones are given in order.
+    pieces = [*SPECIAL, *(f"##{c}" for c in ascii_lowercase + digits)]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces,
                                         limit_alphabet=1000, show_progress=False)
     tokenizer.train_from_iterator(stream(), trainer)
     chars = sorted(set("".join(words)))
