@@ -354,7 +354,8 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
     assert tokenizer.encode("mal", add_special_tokens=False).tokens == ["m", "##a", "##l"]
     assert [tokenizer.id_to_token(i) for i in range(7)] == SPECIAL
     assert MASK not in tokenizer.encode("[MASK] [E_start] [SEP]", add_special_tokens=False).tokens
-    assert data.train_tokenizer([" ".join(WORDS)], 60).get_vocab_size() <= 60      # no room for every word
+    many = " ".join(one + other for one in WORDS for other in WORDS)
+    assert data.train_tokenizer([many], 200).get_vocab_size() <= 200                # no room for every word
 
 
 def test_the_same_texts_give_the_same_vocabulary_also_where_words_do_not_fit():
