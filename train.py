@@ -1229,16 +1229,17 @@ def say_figures(figures, place=""):
     """Says figures, a line for each dictionary in them: its place, then its figures, with their 95%
     intervals where it has them."""
     line = f"{place:<23}"
+    inner = [key for key, value in figures.items() if isinstance(value, dict) and key != "interval"]
     for key, value in figures.items():
-        if isinstance(value, dict) and key != "interval":
-            say_figures(value, f"{place}{key} ")
-        elif value is not None and key != "interval":
+        if value is not None and key not in (*inner, "interval"):
             # A gain is a list that holds its bounds; those of the others are in "interval".
             number, *bounds = [*np.ravel(value), *figures.get("interval", {}).get(key, [])]
             line += f"   {key} {number:.3f}" if isinstance(number, float) else f"   {key} {number}"
             line += f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
     if line.strip() != place.strip():
         say(line)
+    for key in inner:
+        say_figures(figures[key], f"{place}{key} ")
 
 def choose_device(name=None):
     """The torch.device of --device; with several processes, a GPU for each."""
