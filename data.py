@@ -255,6 +255,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
         for entity in {*corpus.passage_entities(p).tolist()} - {0}:             # 0: not linked
             entities[a].add(entity)
             articles[entity].add(a)
+    articles = {entity: np.array([*found]) for entity, found in articles.items()}
     n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
 
@@ -270,7 +271,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
             if len(cluster) == size or not n_unused.any():
                 break
             for entity in entities[a] - joined:
-                both[list(articles[entity])] += 1
+                both[articles[entity]] += 1
             joined |= entities[a]
             jaccard = both / (n_entities + len(joined) - both).clip(1) * (n_unused > 0)
             # if nothing left shares an entity, the first article left

@@ -275,7 +275,8 @@ def make_memory(run, file=None):
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      run.recipe("memory"), before)
     if is_first:
-        write_json(run.out / "run.json", run.saved)
+        if before:
+            write_json(run.out / "run.json", run.saved)
         run.sweep("corpus")
         run.sweep("memory")
     ann.barrier()
