@@ -143,6 +143,8 @@ PRESETS = {
 #
 # `run` is an open run folder (class Run, below): its settings, config, corpus and device; the
 # entities that are withheld (is_withheld), and each one's index into KINDS (entity_kind), (E,).
+# is_baseline is true without a mention memory, batch_tome_config has one memory layer, `saved` is
+# what run.json holds, folder(kind) is where a corpus or memory lies, sweep(kind) removes old ones.
 # `recipe` is a plain dictionary of all that determines a stage's result: kind (the stage's name:
 # "batch-tome", "tome", "claims" or "qa"), steps, lr, batch, …
 
