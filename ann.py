@@ -59,11 +59,10 @@ def largest(passage):
     return max(passage.unique(return_counts=True)[1].tolist(), default=0)
 
 def high_scores(scores, bar, n):
-    """Finds the finite scores (Q, W) above their query's bar (Q,). Returns (query, column, score)
-    of the F found, each (F,), and the bar. Sorting all scores would be slow. So they are split into
-    blocks, and only blocks whose maximum is above the bar are looked into. bar None: the bar is put
-    just below a query's n-th largest block maximum. Then n blocks hold a score above it: at least n
-    scores are found, and the n best are among them."""
+    """The finite scores (Q, W) above their query's bar (Q,): (query, column, score), each (F,), and
+    the bar. Only blocks whose maximum is above it are looked into: to sort all would be slow.
+    bar None: it is put just below a query's n-th largest block maximum, so that n blocks hold a
+    score above it: the n best are found."""
     # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
@@ -287,7 +286,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);
     ids number the rows of all shards one after the other. Exact if k_shard = k; with less, what a
-    shard has beyond is lost. "Without a second top-k" (app. C.1.4): k = k_shard × processes."""
+    shard has beyond is lost. k = k_shard × processes keeps all: no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     if query_passage is None:
         query_passage = torch.full((Q,), -1, device=device)

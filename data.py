@@ -87,8 +87,8 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
     first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
     stop = np.searchsorted(token_start, char_end)               # the token after its last
-    # What no cut divides, by its first token: its ids, the mention if it is one, where it stops.
-    ids, taken = encoding.ids, 0                                # taken: where the last one stops
+    # pieces[a]: what begins at token a and is never cut: (ids, [its mention] or [], its stop).
+    ids, taken = encoding.ids, 0                        # taken: where the last mention kept stops
     pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
     for i in np.lexsort((-stop, first)).tolist():
         a, b = int(first[i]), int(stop[i])
@@ -262,7 +262,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
     clusters = []
     while n_unused.any():
         a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
-        both = np.zeros(len(numbers))                               # how many each article has too
+        both = np.zeros(len(numbers))               # how many of these each article has
         while True:
             n = size - len(cluster)
             cluster += unused[a][:n]
@@ -361,7 +361,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
         yield Passage(tokens, index)
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
-    """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4).
+    """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4.4).
 
     task: "claims", "qa" or None. entity_index: name -> number. Among the claims
     may stand clozes: true claims with one entity hidden, which have that entity as answer instead
@@ -520,7 +520,7 @@ def _toy_facts(rng, names) -> dict:
     return facts
 
 def _toy_passages(rng, facts, split) -> list:
-    """Five passages per subject. Each states all of its facts, each time in another phrase, so a
+    """Five passages per subject. Each states its facts, each time in another phrase, so a
     masked mention can be known from the other four passages only. 5% of the passages of the seen
     world are held out.
 
@@ -820,7 +820,7 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
             yield text
 
     # The trainer numbers pieces as it meets words, in another order each time, and equal counts are
-    # decided by number. The frequent ones are given in order.
+    # decided by number. So letters and digits inside words are given in order.
     pieces = [*SPECIAL, *(f"##{c}" for c in ascii_lowercase + digits)]
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces,
                                         limit_alphabet=1000, show_progress=False)
@@ -1129,7 +1129,8 @@ def names_for(shown, entity) -> list:
     ends_in_it = base.endswith(" " + shown) and " of " not in base
     return [base, shown] if ends_in_it else [base]
 
-# Around a name between two \x01: it is a part of "dog-like", "North Karovia" or "Karovia Airways".
+# Around a name's first letter between two \x01: it is a part of "dog-like", "North Karovia" or
+# "Karovia Airways".
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
@@ -1192,12 +1193,12 @@ QUESTION_TASKS = {
                                   "answer_text": r["answers"] + []}}    # + []: a list, or an error
 
 def task_records(path):
-    """The records of a JSON list, of {"Data": list} or of JSON lines."""
+    """The records of a JSON list or of {"Data": list}; or the lines of JSON lines."""
     text = "".join(open_text(path))
     try:
         whole = json.loads(text)
     except ValueError:
-        return map(json.loads, text.strip().split("\n"))
+        return text.strip().split("\n")
     return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
 
 def answer_key(name):
@@ -1223,10 +1224,12 @@ def task(name, paths, out, corpus=None):
     if name in QUESTION_TASKS and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
     entity_of = answer_entities(corpus) if name in QUESTION_TASKS else {}
-    examples, n = [], 0
+    examples = []
     for path in paths:
+        n = 0
         try:
             for n, record in enumerate(task_records(path), 1):
+                record = json.loads(record) if isinstance(record, str) else record
                 example = (CLAIM_TASKS | QUESTION_TASKS)[name](record)
                 if name in QUESTION_TASKS:
                     texts = list(dict.fromkeys(filter(None, example["answer_text"])))

@@ -173,8 +173,8 @@ def init_weights(module, std):
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Columns: our name, then theirs: BERT's and the paper's code's, or only the latter's. At the end
-# stand endings. They are replaced from top to bottom: a name stands above one that it contains.
+# Columns: our name, BERT's, the paper's code's, or only that. The last rows are endings. Names are
+# replaced from top to bottom: a name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
@@ -255,8 +255,7 @@ def read_bert(folder, config):
         from safetensors.torch import load_file         # optional: the error says if it is missing
         tensors = load_file(folder / "model.safetensors")
     else:
-        file = folder / "pytorch_model.bin"
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
     places = [f"initial.layers.{i}" for i in range(n_layers - config.n_upper)]
     if not places:

@@ -16,7 +16,7 @@ beside it controls:
     without_memory   the memory layers are off; the answer to a question is still retrieved
     majority         the most frequent label or answer, always given
 
-An entity is "seen" if a training passage links it; an "unseen" one came with the memory; a
+An entity is "seen" if a training passage links it; an "unseen" one stands only in the memory; a
 "withheld" one (--set withheld=0.25) stands in training passages, but no loss of pre-training named
 it, and TOME trained without its memories. "gain" is "memory" minus "emptied", the mean over
 mentions. Intervals are of 95%.
@@ -63,8 +63,8 @@ def masked_mention_figures(run, tome, memory, n=1000):
             if n_mentions > 1:
                 half = 1.96 * gains.std(ddof=1) / n_mentions ** 0.5
                 cell["gain"] = [gains.mean() + x for x in (0, -half, half)]
-            for name, least in (("bm25_entity", 1), ("bm25_entity@20", 20)):
-                cell[name] = (ranks[kind_of == i] <= least).sum() / max(n_mentions, 1)
+            for name, last in (("bm25_entity", 1), ("bm25_entity@20", 20)):
+                cell[name] = (ranks[kind_of == i] <= last).sum() / max(n_mentions, 1)
         if n_mentions == 0:
             cell = dict.fromkeys(cell)
         mass = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
@@ -258,7 +258,7 @@ def main(argv=None):
         elif args.examples or args.json or (run.out / "world").exists():
             figures[task] = task_figures(run, tome, memory, task, args.examples)
         else:                   # no error: training ends with this report
-            train.say("--examples FILE measures it")
+            train.say(f"No figures: give eval.py --task {task} --examples FILE")
         if args.json:
             print(json.dumps(figures))
         else:

@@ -187,13 +187,9 @@ class GivenMemory(MentionMemory):
         if not self.others_search:
             return given
         self.found = found = super().retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0
-
-        def join(given, found, none):       # a mention has one of the two, the other is filled up
-            return torch.cat([given.masked_fill(~is_given, none),
-                              found.masked_fill(is_given, none)], 1)
-        return Retrieved(join(given.scores, found.scores, -torch.inf),
-                         join(given.ids, found.ids, -1), join(given.entity, found.entity, 0))
+        is_given = self.wanted[:, None] > 0         # a mention has one of the two
+        return Retrieved(*(torch.cat([mine, its.masked_fill(is_given, none)], 1)
+                           for mine, its, none in zip(given[:3], found[:3], (-torch.inf, -1, 0))))
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
@@ -202,7 +198,7 @@ class MemoryAttention(nn.Module):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
         self.query = SpanEncodingLayer(config.hidden, config.key_dim)
-        self.up = nn.Linear(config.value_dim, config.hidden)       # W_U, not BERT's `up`; a bias
+        self.up = nn.Linear(config.value_dim, config.hidden)        # W_U, and a bias
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
@@ -220,7 +216,8 @@ class MemoryAttention(nn.Module):
 @np.errstate(over="ignore")         # build_memory refuses what is not finite
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """Memory rows of the linked mentions of these passages (their numbers, at least one),
-    from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus."""
+    from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus. corpus: a
+    data.Corpus; its passage_start says where each passage's tokens begin."""
     encoder.eval()
     # Passages without a linked mention (28% of a real corpus) are not read. The first always is, so
     # `parts` is not empty.
@@ -247,10 +244,10 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
 # ==== Set apart: files ============================================================================
 # Plain .npy arrays by shard, so that any number of processes writes the same files.
 
-def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
+def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
     processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: plain
-    values, kept in meta.json. old: folder of the memory of this corpus before text was appended;
+    values, kept in meta.json. old_folder: the memory of this corpus before text was appended;
     its full shards are taken over if the same encoder wrote them. Raises UserError.
 
     Each file is written whole, to a folder that is named after the encoder. So a shard whose files
@@ -261,16 +258,16 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old=None):
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
     about = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
-    before = data.open_folder(old, "memory") if old else {}
-    is_same_encoder = all(before.get(name) == about[name] for name in about)
-    n_old = before["n_passages"] // each if is_same_encoder else 0
+    old = data.open_folder(old_folder, "memory") if old_folder else {}
+    is_same = all(old.get(name) == about[name] for name in about)
+    n_old = old["n_passages"] // each if is_same else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [part / f"{name}-{shard:05d}.npy" for name in ARRAYS]
         if all(path.exists() for path in paths):
             continue
         if shard < n_old:
             for path in paths:
-                source = Path(old) / path.name
+                source = Path(old_folder) / path.name
                 try:
                     os.link(source, path)
                 except OSError:                                     # a disk without links

@@ -254,8 +254,8 @@ def fit_retrieval(model, batches, self_score=20.0):
     fit_linear(tome.answer.linear, of_answers, wanted, self_score)
 
 def fit_linear(layer, X, wanted, score):
-    """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K). Then W is scaled, so that the
-    mean dot product of its output with `wanted` is `score`."""
+    """Ridge regression from X (m, 2 hidden) to `wanted` (m, d_K), whose mean is 0. Then W is
+    scaled, so that the mean dot product of its output with `wanted` is `score`."""
     mean = X.mean(0)
     X = X - mean
     gram = X.T @ X

@@ -17,8 +17,8 @@ mention is given memories of its own entity, and MLM is the only loss; later hal
     torchrun --nproc_per_node 2 train.py --stage tome           the same work, in two processes
 
 A stage runs the unfinished ones before it first, and goes on where it stopped. Every batch, mask
-and dropout of a step follows from (seed, stage, step) alone: a run that was cut off and taken up
-again ends with the same bits.
+and dropout of a step follows from (seed, stage, step, process) alone: a run that was cut off and
+taken up again ends with the same bits.
 
 H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 or for coreference
 (app. A.2), `memory` a MentionMemory or a baseline's EntityTable. In order: settings, the stages,
@@ -60,7 +60,7 @@ from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_predic
                   share_of_mean, split_into_blocks, start_positions)
 
 # Entities are seen: linked in a training passage; unseen: in none; or withheld: linked there, but
-# named by no loss of pre-training, and not in the memory of stage tome.
+# named by no loss of pre-training, and not in the memory that tome trains with.
 KINDS = ("seen", "unseen", "withheld")
 
 @dataclass
@@ -93,14 +93,15 @@ class Settings:
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    # Not in the paper, but for `schedule`. With the presets' values small models learn in minutes.
+    # Not in the paper, but for `schedule` (its steps of claims and qa are ours). With the presets'
+    # values small models learn in minutes.
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
     bert_rate: float = 1.0          # multiple of the learning rate for what --init loaded, but for
                                     # the layers above the memory
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    linking_weight: float = 0.0     # of linking in TOME-1; in TOME-2 it is entity_weight
+    linking_weight: float = 0.0     # of linking in TOME-1; TOME-2's and EaE's is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
     still_given: float = 0.0        # share of mentions that are given memories in all later steps
@@ -154,7 +155,7 @@ class Stage(NamedTuple):
     next_batch: Callable            # step -> Batch of all processes
     losses: Callable                # Batch of this process, step -> {name: (weight, loss)}
     evaluate: Callable              # () -> figures for the log; the best "score"'s weights are kept
-    encoder: str = None             # fingerprint of the Mention Encoder
+    fingerprint: str = None         # of the Mention Encoder
     before_step: Callable = lambda step: None
 
 def endless(order):
@@ -203,7 +204,7 @@ def batch_tome_stage(run, recipe):
     mentions = sample_eval_mentions(run, settings.eval_mentions)
     support = supporting_passages(corpus, mentions)
     # Coreference only over the most frequent entities: the others are not linked for this loss.
-    count = np.asarray(corpus.entity_count)
+    count = corpus.entity_count
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
     if (run.out / "batch-tome.pt").exists():        # its weights come from there
@@ -213,7 +214,7 @@ def batch_tome_stage(run, recipe):
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
     def evaluate():
-        """With a small memory, of a few passages: to encode all again would take too long."""
+        """With a small memory, also while training has it off: all passages would take too long."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -223,7 +224,7 @@ def batch_tome_stage(run, recipe):
         """At fit_step, fit_retrieval sets the retrieval layers in closed form: freshly initialised
         ones would find nothing. Prints the attention before and after."""
         if step == fit_step > 0:
-            say_figures(evaluate(), f"batch-tome {step}, memory still off ")
+            say_figures(evaluate(), f"batch-tome {step}, before the fit ")
             sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
             rng = np.random.default_rng([run.seed, 7])
             batches = []
@@ -262,10 +263,10 @@ def batch_tome_stage(run, recipe):
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
     without training. run.json names the run's corpus, so it is written last."""
-    encoder, before = load_model(run, "batch-tome")[0].encoder, None
+    encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
     is_first = ann.rank_and_size()[0] == 0
     if file and checksum(file) not in run.saved["appended"]:
-        old, before, n = run, run.folder("memory"), len(run.corpus.article)
+        old, old_folder, n = run, run.folder("memory"), len(run.corpus.article)
         run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
         if is_first:
             make_corpus(run, file, old)
@@ -275,9 +276,9 @@ def make_memory(run, file=None):
     folder = run.folder("memory")
     if not folder.exists():
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
-                     run.recipe("memory"), before)
+                     run.recipe("memory"), old_folder)
     if is_first:
-        if before:
+        if old_folder:
             write_json(run.out / "run.json", run.saved)
         run.sweep("corpus")
         run.sweep("memory")
@@ -289,11 +290,11 @@ def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     weight, config = run.settings.entity_weight, run.config
     batch_tome = new_batch_tome(run) if run.is_baseline else load_model(run, "batch-tome")[0]
-    encoder = batch_tome.encoder.fingerprint
+    fingerprint = batch_tome.encoder.fingerprint
     model = TOME(config).to(run.device)
     model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
     start_from(run, model, start)
-    memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
+    memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
     forcing = still_given = 0
     if not run.is_baseline:
@@ -323,7 +324,7 @@ def tome_stage(run, recipe, start=None):
         if given_share > 0:
             is_given = torch.rand(len(named), device=named.device) < given_share
             given.wanted, given.others_search = torch.where(is_given, named, 0), given_share < 1
-            answer = torch.where(is_given, 0, named)        # what is given has been read by z
+            answer = torch.where(is_given, 0, named)    # else z, made after reading, has seen it
             attended = given
         with torch.set_grad_enabled(given_share < 1):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
@@ -346,7 +347,7 @@ def tome_stage(run, recipe, start=None):
         return result
 
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 3, step),
-                 losses, lambda: masked_mentions(run, model, memory, mentions)[0], encoder)
+                 losses, lambda: masked_mentions(run, model, memory, mentions)[0], fingerprint)
 
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
@@ -355,8 +356,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
     the answer head and the last memory layer have to find. Labels alone do not teach what to
     retrieve: toy claims stayed at chance."""
     task, weight = recipe["kind"], 1.0
-    model, encoder = load_model(run)
-    memory, training_memory = open_memory(run, model, encoder, recipe["n_search"])
+    model, fingerprint = load_model(run)
+    memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     start_from(run, model, start)
     path = examples or toy_examples(run, task, split="train")
     training, dev = read_task_examples(run, task, path)
@@ -400,7 +401,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
         return result
 
     return Stage(model, next_batch, losses, lambda: {
-        "score": task_accuracy(run, model, task, dev, memory)["accuracy"]}, encoder)
+        "score": task_accuracy(run, model, task, dev, memory)["accuracy"]}, fingerprint)
 
 STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune_stage,
           "qa": finetune_stage}
@@ -480,7 +481,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
             raise diverged(run, recipe, state["step"] - 1,
                            f"a weight is not a number at step {state['step']}")
         if rank == 0:
-            values = dict(recipe=recipe, encoder=stage.encoder, model=model.state_dict(),
+            values = dict(recipe=recipe, encoder=stage.fingerprint, model=model.state_dict(),
                           optimizer=optimizer.state_dict(), **state)
             write_file(path, lambda file: torch.save(values, file))
 
@@ -588,14 +589,14 @@ def start_from(run, tome, start):
         raise UserError(f"--start {start}: no TOME of these dimensions is in it")
     tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
 
-def open_memory(run, tome, encoder, n_search=None):
+def open_memory(run, tome, fingerprint, n_search=None):
     """The memory of the whole corpus, and the part that training sees: passages that are not held
     out. A baseline has its table of entities for both."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     folder = run.folder("memory")
     needs(folder.exists(), folder, "memory")
-    memory = load_memory(folder, encoder, run.device).bucketed(n_search)
+    memory = load_memory(folder, fingerprint, run.device).bucketed(n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
@@ -804,8 +805,8 @@ CHECKPOINT = {"recipe", "encoder", "model", "optimizer", "step", "evaluated", "s
               "best_score"}
 SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
            "tome": ["corpus", "batch-tome"], "claims": ["corpus", "tome"], "qa": ["corpus", "tome"]}
-# Settings that change no result, and those that a stage does not read: BATCH-TOME is the same for
-# TOME-1 and TOME-2.
+# Settings that change the weights of no stage, and those that do not change this one's: BATCH-TOME
+# is the same for TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "linking_weight", "teacher_forcing", "still_given",
@@ -853,11 +854,11 @@ def settings_of(saved):
         if name in SETTABLE:
             check("--set ", name, value)
     if config.hidden % 2 or config.hidden % config.n_heads:
-        raise UserError("--set: hidden is even, and a multiple of n_heads")
+        raise UserError("--set: hidden must be even, and a multiple of n_heads")
     if config.n_upper % config.n_blocks and config.n_upper > 1:
-        raise UserError("--set: n_upper is 1 or a multiple of --blocks")
+        raise UserError("--set: n_upper must be 1 or a multiple of --blocks")
     if settings.max_length > config.max_positions:
-        raise UserError("--set: max_length is at most max_positions")
+        raise UserError("--set: max_length must be at most max_positions")
     for name, value in saved["set"].items():
         if bert.get(name, value) != value:
             raise UserError(f"--set {name}: it is {bert[name]} in what --init names; leave it out")
@@ -1035,8 +1036,8 @@ def open_run(out, task=None, device=None, n_search=None):
     """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
     fast_matmul()
     run = read_run(out).open(device)
-    tome, encoder = load_model(run, task or "tome")
-    return run, tome, open_memory(run, tome, encoder, n_search)[0]
+    tome, fingerprint = load_model(run, task or "tome")
+    return run, tome, open_memory(run, tome, fingerprint, n_search)[0]
 
 # ---- What a command changes in it ----------------------------------------------------------------
 
@@ -1081,8 +1082,7 @@ def flags_of_stage(run, args):
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
     if args.examples:
         data.read_examples(args.examples, args.task)            # only for its errors
-        files = [args.examples, *dev_files(args.examples)]
-        flags["examples"] = [checksum(file) for file in files]
+        flags["examples"] = [checksum(file) for file in (args.examples, *dev_files(args.examples))]
     elif args.task and run.saved["corpus"]:
         raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
     return flags
@@ -1098,7 +1098,8 @@ def describe_published(saved):
                         "of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
-        raise UserError(f"--init {init}: vocab.txt has {words:,} entries, it {config.vocab_size:,}")
+        raise UserError(f"--init {init}: vocab.txt has {words:,} entries, the weights "
+                        f"{config.vocab_size:,}")
     if os.path.isfile(init) and not (trained and config.n_blocks == 1):
         raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
                         "--stage tome --start")
@@ -1139,22 +1140,22 @@ def make_world(folder, seed):
     data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
     return folder / "corpus.jsonl"
 
-def make_corpus(run, source, before=None):
-    """Tokenises `source` into the corpus of the run, if it is not there yet. Of a run `before` the
+def make_corpus(run, source, old=None):
+    """Tokenises `source` into the corpus of the run, if it is not there yet. Of a run `old` the
     corpus and tokenizer stay, and the source follows."""
     recipe, folder = run.recipe("corpus"), run.folder("corpus")
     if folder.exists():
         return
     say(f"Tokenising {source}.")
-    if before:
-        tokenizer = before.tokenizer
+    if old:
+        tokenizer = old.tokenizer
     elif run.init:
         tokenizer = data.load_tokenizer(beside(run.init, "vocab.txt"))
     else:
         texts = (text.text for text in data.read_corpus(source))
         tokenizer = data.train_tokenizer(texts, recipe["vocab"])
     corpus = data.Corpus.build(source, folder, tokenizer, recipe["passage_length"],
-                               recipe["max_length"], recipe, before and before.corpus)
+                               recipe["max_length"], recipe, old and old.corpus)
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")

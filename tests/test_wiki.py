@@ -447,8 +447,8 @@ def test_a_file_of_another_task_is_refused(tmp_path, corpus, name, record):
 @pytest.mark.parametrize("name, content, suffix, n", [
     ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], "jsonl", 2),
     ("fever", [{"label": "SUPPORTS"}], "jsonl", 1), ("fm2", [{"text": "a", "label": 1}], "jsonl", 1),
-    ("hover", [{"claim": "a", "label": ["SUPPORTED"]}], "json", 1), ("hover", '[{"claim": "a"', "json", 0),
-    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', "jsonl", 1), ("hover", [3], "json", 1),
+    ("hover", [{"claim": "a", "label": ["SUPPORTED"]}], "json", 1), ("hover", '[{"claim": "a"', "json", 1),
+    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', "jsonl", 2), ("hover", [3], "json", 1),
     ("fever", "[" * 9999, "json", 0),
     ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Aliases": []}}]}, "json", 1),
     ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}]}, "json", 1),
