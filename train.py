@@ -98,8 +98,8 @@ class Settings:
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
-    bert_rate: float = 1.0          # multiple of the learning rate for what --init loaded, but for
-                                    # the layers above the memory
+    lower_rate: float = 1.0         # multiple of the learning rate, for the layers below the memory
+                                    # where they come trained: with --init, and in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     linking_weight: float = 0.0     # of linking in TOME-1; TOME-2's and EaE's is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
@@ -125,13 +125,13 @@ PRESETS = {
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
         coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing=0.29,
-        still_given=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07, bert_rate=0.25,
+        still_given=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07, lower_rate=0.25,
         log_every=200, save_every=100, eval_mentions=100, schedule={
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
-        init_std=0.05, memory_from=0.25, fit_passages=768, precision="float32",
+        init_std=0.05, memory_from=0.25, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 40, 64)}),
@@ -410,13 +410,15 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
-def optimizer_for(run, model):
+def optimizer_for(run, model, kind):
     """AdamW; no weight decay on layer norms and biases (app. A). Embeddings and layers below the
-    memory that --init loaded use bert_rate times the learning rate; those above learn to read."""
-    groups = {}
+    memory that come trained learn at lower_rate. In fine-tuning they hold what makes the queries: a
+    question about one fact needs no memory but the answer's, so it unlearns them (toy, seed 13:
+    attention to the bridge .68 before, .01 after) before two facts are learnt, which need them."""
+    groups, comes_trained = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
-        is_bert = run.init and re.match(r"(encoder\.tome\.)?(embeddings|initial)\.", name)
-        rate = run.settings.bert_rate if is_bert else 1.0
+        is_lower = re.match(r"(encoder\.tome\.)?(embeddings|initial)\.", name)
+        rate = run.settings.lower_rate if is_lower and comes_trained else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "rate": rate, "weight_decay": decay}
         groups.setdefault((rate, decay), group)["params"].append(parameter)
@@ -466,7 +468,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
     rank, path = ann.rank_and_size()[0], run.out / f"{kind}.pt"
     model = stage.model.to(run.device).train()
-    optimizer = optimizer_for(run, model)
+    optimizer = optimizer_for(run, model, kind)
     # sums: of the losses since the last evaluation. best: the weights with the best dev score.
     state = {"step": 0, "evaluated": 0, "sums": {}, "best": None, "best_score": -1.0}
     if checkpoint:
@@ -828,7 +830,7 @@ ALLOWED = {
     "all_of_entity": (0, 1),
     "vocab": (200, 10 ** 6), "passage_length": (8, 10 ** 6), "max_length": (16, 10 ** 6),
     "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
-    "clip": (1e-6, 10 ** 6), "bert_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100)}
+    "clip": (1e-6, 10 ** 6), "lower_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100)}
 
 def check(flag, name, value):
     """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
