@@ -119,7 +119,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     for start, end in pairwise([0, *range(first, N, later), N]):
         part = keys[start:end].to(queries.device, torch.float32)
         scores = tile[:Q * len(part)].view(Q, -1)
-        torch.mm(queries.float(), part.T, out=scores)
+        torch.mm(queries.float(), part.T, out=scores)       # with out=, never in bfloat16
         (query, column, score), bar = high_scores(scores, bar, n)
         found.append((query, start + column, score))
         if end == N or sum(len(query) for query, _, _ in found) > Q * k:       # worth a higher bar

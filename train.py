@@ -134,7 +134,7 @@ PRESETS = {
         init_std=0.05, memory_from=0.25, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
-            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 40, 64)}),
+            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 2e-3, 40, 64)}),
 }
 
 # ---- The stages ----------------------------------------------------------------------------------
@@ -353,9 +353,9 @@ def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
     Each batch of claims adds equally many clozes: true claims with one entity masked, which both
-    the answer head and the last memory layer have to find. Labels alone do not teach what to
-    retrieve: toy claims stayed at chance."""
-    task, weight = recipe["kind"], 1.0
+    the answer head and the last memory layer have to find. Labels alone hardly teach what to
+    retrieve: of toy claims about one fact .85 are right instead of .95, about two facts half."""
+    task = recipe["kind"]
     model, fingerprint = load_model(run)
     memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     start_from(run, model, start)
@@ -363,12 +363,14 @@ def finetune_stage(run, recipe, start=None, examples=None):
     training, dev = read_task_examples(run, task, path)
     clozes = []
     if task == "claims":
-        # Labels that no example has are ruled out: where training had to unlearn them, toy claims
-        # stayed at chance.
+        # Labels that no example has are ruled out, so that training need not unlearn them (.92 of
+        # unseen toy claims right without this, .95 with it).
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in training}
         model.claim.bias.data[list(absent)] = -1e4
-        rng, weight = np.random.default_rng([run.seed, 6]), run.settings.cloze_weight
-        clozes = [cloze for e in training for cloze in clozes_of(run, e, rng)] if weight else []
+        if run.settings.cloze_weight:
+            rng = np.random.default_rng([run.seed, 6])
+            clozes = [cloze for example in training for cloze in clozes_of(run, example, rng)]
+    weight = 1.0 if task == "qa" else run.settings.cloze_weight         # of asking for an entity
     items = epochs_of(run, 4, len(training))
     cloze_items = epochs_of(run, 5, len(clozes)) if clozes else None
 

@@ -110,22 +110,12 @@ def pretrained(out, name, seed):
 
 @once
 def finetuned(out, name, seed, task, hops):
-    """The folder of a run fine-tuned on examples about one fact, or about one and two. Claims about
-    two begin from questions about two, which have learnt to retrieve both facts, and then from
-    claims about one, which have learnt to compare."""
-    base = pretrained(out, name, seed)
-    folder, world_of = f"{base}-{task}-{hops}", world(out, seed)
-    flags = ["--stage", "finetune", "--task", task]
-    both = [*flags, "--examples", world_of / f"{task}.both.train.jsonl"]
-    if hops == ONE:
-        one = world_of / f"{task}.one_hop.train.jsonl"
-        return train(folder, *flags, "--examples", one, base=base)
-    if task == "qa":
-        return train(folder, *both, "--steps", 800, base=base)
-    start = finetuned(out, name, seed, "qa", TWO) / "qa.pt"
-    start = train(f"{folder}-first", *flags, "--steps", 1200, "--start", start, base=base)
-    return train(folder, *both, "--steps", 1600, "--lr", 1e-3, "--start", start / "claims.pt",
-                 base=base)
+    """The folder of a run fine-tuned on examples about one fact, or about one and two, which need
+    more steps."""
+    base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
+    steps = {ONE: [], TWO: ["--steps", 1600 if task == "claims" else 800]}[hops]
+    return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
+                 world(out, seed) / f"{examples}.train.jsonl", *steps, base=base)
 
 # ---------------------------------------------------------------------------------------- tables
 # A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
@@ -238,6 +228,134 @@ def deciding(run, tome, memory, examples):
                 hits[layer, n].append(any(entities.issuperset(fact) for entities in linked))
     return {cell: float(np.mean(values)) for cell, values in hits.items()}
 
+# Second names: more than string matching? Every entity of the toy world has one, which two passages
+# of its article introduce, and a quarter of its mentions elsewhere use it.
+
+FIRST_WORDS = """Azure Brisk Calm Daring Eager Fierce Gaudy Happy Icy Jolly Keen Lively Merry Nimble
+ Odd Proud Quick Rusty Shy Tall Ugly Vain Weary Young Zesty Ample Bold Curly Dusty Early Fancy Giddy
+ Hasty Idle Jumpy Kind Loud Misty Noisy Old Plain Rapid Sly Tidy Urban Vivid Wise Dizzy""".split()
+LAST_WORDS = """Ant Badger Crow Duck Elk Ferret Goose Heron Ibis Jackal Koala Lynx Mole Newt Otter
+ Panda Quail Raven Seal Toad Urchin Viper Wasp Yak Zebra Adder Bison Camel Donkey Emu Finch Gecko
+ Hare Iguana Jay Kiwi Lemur Moose Narwhal Owl Pony Rabbit Skunk Trout Vole Weasel Wren Beetle
+ """.split()
+
+def renamed(text, mentions, name_of):
+    """text and mentions, with mention i shown as name_of(i) instead, or as it was if that is None;
+    a pair of names is both: "Alma Verran, whom friends call Wise Otter,"."""
+    parts, result, at, length = [], [], 0, 0
+    for i, mention in enumerate(mentions):
+        names = name_of(i) or text[mention["start"]:mention["end"]]
+        names = [names] if isinstance(names, str) else [names[0], ", whom friends call ", names[1]]
+        parts.append(text[at:mention["start"]])
+        length += len(parts[-1])
+        for j, name in enumerate(names):
+            if j != 1:
+                result.append({"start": length, "end": length + len(name),
+                               "entity": mention["entity"]})
+            parts.append(name)
+            length += len(name)
+        if len(names) > 1:
+            parts.append(",")
+            length += 1
+        at = mention["end"]
+    return "".join(parts) + text[at:], result
+
+@once
+def second_names(out, seed=0):
+    """A folder with the toy world of second names, and {entity: second name}. Half of the training
+    questions ask by the second name; the tests are there twice, asked by the first and by it."""
+    lines, examples = data.toy_world(seed)
+    rng, folder = np.random.default_rng(seed), out / f"second-names-{seed}"
+    entities = sorted({m["entity"] for line in lines for m in line["mentions"]})
+    names = [f"{first} {last}" for first in FIRST_WORDS for last in LAST_WORDS]
+    second = dict(zip(entities, rng.permutation(names).tolist()))
+    introductions = defaultdict(int)
+    for line in sorted(lines, key=lambda line: line["split"] == "held_out"):
+        own = [i for i, m in enumerate(line["mentions"]) if m["entity"] == line["title"]]
+        introduces = introductions[line["title"]] < 2 and bool(own)
+        introductions[line["title"]] += introduces
+
+        def name_of(i):
+            entity = line["mentions"][i]["entity"]
+            is_name = line["text"][slice(*list(line["mentions"][i].values())[:2])] == entity
+            if introduces and entity == line["title"]:
+                return (entity, second[entity]) if i == own[0] else None
+            return second[entity] if is_name and rng.random() < .25 else None
+
+        line["text"], line["mentions"] = renamed(line["text"], line["mentions"], name_of)
+    folder.mkdir(parents=True, exist_ok=True)
+    data.write_lines(folder / "corpus.jsonl", lines)
+    for split in ("train", "dev", "test", "unseen"):
+        for which, share in {"first": 0, "second": 1, "mixed": .5}.items():
+            asked = []
+            for line in examples[f"qa.one_hop.{split}"]:
+                text, mentions = renamed(line["question"], line["mentions"], lambda i: (
+                    second[line["subject"]] if rng.random() < share else None))
+                asked.append(line | {"question": text, "mentions": mentions})
+            data.write_lines(folder / f"{which}.{split}.jsonl", asked)
+    return folder, second
+
+@torch.no_grad()
+def attention_by_name(folder, second, n=1000):
+    """{(kind, name): mean attention of visible mentions that use that name on memories that call
+    their entity by its first name}, and with kind "… alone": without the passages that introduce
+    the second name."""
+    run, tome, memory = training.open_run(folder)
+    corpus, names = run.corpus, run.corpus.entity_names
+    shown = [corpus.show_mention(m, 0).rpartition("[")[2][:-1] for m in
+             range(len(corpus.mention_entity))]
+    is_second = np.array([text == second.get(names[e])
+                          for text, e in zip(shown, corpus.mention_entity)])
+    is_first = np.array([text == names[e] for text, e in zip(shown, corpus.mention_entity)])
+    passage = corpus.passage_of(np.arange(len(shown)))
+    both = {(p, e) for p, e, is_it in zip(passage, corpus.mention_entity, is_second) if is_it}
+    both &= {(p, e) for p, e, is_it in zip(passage, corpus.mention_entity, is_first) if is_it}
+    introduces = np.isin(passage, [p for p, _ in both])
+    chosen = memory.select(torch.from_numpy(is_first[memory.mention.numpy()]))
+    alone = chosen.select(torch.from_numpy(~introduces[chosen.mention.numpy()]))
+    rng, result = np.random.default_rng(0), {}
+    for kind, is_kind in (("seen", run.entity_kind == 0), ("unseen", run.entity_kind == 1)):
+        for name, is_name in (("first", is_first), ("second", is_second)):
+            asked = np.flatnonzero(is_name & is_kind[corpus.mention_entity] & ~introduces
+                                   & corpus.held_out[passage])
+            asked = rng.permutation(asked)[:n]
+            for label, part in (("", chosen), (" alone", alone)):
+                masses = []
+                for some in np.array_split(asked, max(1, len(asked) // 64)):
+                    batch = data.corpus_batch(corpus, passage[some])
+                    _, found = tome(batch.tokens, batch.attention_mask, batch, part)
+                    mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(1)
+                    masses += mass[np.isin(batch.mention, some)].tolist()
+                result[kind + label, name] = float(np.mean(masses))
+    return result
+
+def second(out, seeds):
+    def folder():
+        where, _ = second_names(out)
+        return train(out / "second-names", "--stage", "tome", "--corpus", where / "corpus.jsonl")
+
+    @once
+    def attention():
+        return attention_by_name(folder(), second_names(out)[1])
+
+    @once
+    def answers(name, kind):
+        where, _ = second_names(out)
+        asked = train(out / "second-names-qa", "--stage", "finetune", "--task", "qa", "--examples",
+                      where / "mixed.train.jsonl", "--steps", 800, base=folder())
+        tests = where / f"{name}.{'test' if kind == 'seen' else kind}.jsonl"
+        return [evaluate(asked, "--task", "qa", "--examples", tests)["qa"]["memory"]]
+
+    rows = [["a mention that uses", "the first name: seen", "unseen", "the second name: seen",
+             "unseen"]]
+    for label, suffix in (("attention on its entity's first name", ""),
+                          ("… without introductions", " alone")):
+        rows.append([label, *((lambda key: [attention()[key]], (kind + suffix, name))
+                              for name in ("first", "second") for kind in KINDS)])
+    rows.append(["questions", *((answers, name, kind) for name in ("first", "second")
+                                for kind in KINDS)])
+    return rows
+
 # ------------------------------------------------------------------------- printing, command line
 
 TABLES = {
@@ -253,7 +371,7 @@ TABLES = {
     "initialisation": partial(ablation, [], [           # app. B.6
         ("from BATCH-TOME", "tome-1"), ("from scratch", "from-scratch"),
         ("from the warm-up Transformer", "from-warm-up")]),
-    "retrieved": retrieved}
+    "retrieved": retrieved, "second-names": second}
 SEEDED = ("claims", "questions", "recall")
 
 def filled(tables):
