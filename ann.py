@@ -1,7 +1,7 @@
 """Search in the mention memory (§2.2.2, app. C): the k keys of largest dot product with a query.
 
     queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (TopMem(Query(m)), eq. 7)
-    plain_topk       the definition, in ten lines; it holds all Q x N scores
+    plain_topk       the definition; it holds all Q x N scores
     exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
     BucketedIndex    keys in k-means buckets; a query searches its n_search best ones (app. C.1.2)
     sharded_topk     each process searches its own keys for everybody's queries (app. C.1)
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch.distributed.nn.functional import all_gather
 
 BLOCK = 16              # scores per block: only blocks with a high maximum are looked into
-TILE = 2 ** 20          # scores computed at a time in an exact search: they stay in the cache
+TILE = 2 ** 20          # scores computed at a time in an exact search, so that they stay in the
+                        # cache; of the first tile up to 32 times as many
 QUERIES = 2048          # queries that sharded_topk gives to a search at a time
 SAMPLE = 256            # keys per bucket that k-means is trained on
 
@@ -59,10 +60,10 @@ def largest(passage):
     return max(passage.unique(return_counts=True)[1].tolist(), default=0)
 
 def high_scores(scores, bar, n):
-    """The finite scores (Q, W) above their query's bar (Q,): (query, column, score), each (F,), and
-    the bar. Only blocks whose maximum is above it are looked into: to sort all would be slow.
-    bar None: it is put just below a query's n-th largest block maximum, so that n blocks hold a
-    score above it: the n best are found."""
+    """The F finite scores of (Q, W) above their query's bar (Q,): (query, column, score), each of
+    (F,), and the bar. A block is every (W / size)-th column. Only blocks whose maximum is above the
+    bar are looked into: to sort all would be slow. bar None: it is put just below a query's n-th
+    largest block maximum, so that n blocks hold a score above it: the n best are found."""
     # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
@@ -241,6 +242,12 @@ def sum_over_processes(x, device="cpu"):
     if rank_and_size()[1] > 1:
         dist.all_reduce(x)
     return x
+
+def copy_from_first(parameters):
+    """Sets the parameters of all processes to the first one's."""
+    if rank_and_size()[1] > 1:
+        for parameter in parameters:
+            dist.broadcast(parameter.data, 0)
 
 def sum_gradients(parameters):
     """Adds up the gradients of all processes, as one message. Every loss is this process's share of

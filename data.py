@@ -6,9 +6,9 @@ The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app.
     corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
     Corpus, passage numbers --make_batch--> Batch
 
-Shapes: B passages, or rows, of T tokens in a batch; M mentions and L tokens to predict in flat
-arrays over the whole batch; E entities of the corpus, of which 0 is none. A passage of n tokens
-with m mentions takes n + 2m + 2 positions:
+Shapes: B passages, or rows, of T tokens in a batch, of which L are to be predicted; the M mentions
+of the whole batch in flat arrays; E entities of the corpus, of which 0 is none. A passage of n
+tokens with m mentions takes n + 2m + 2 positions:
 
     [CLS] the capital of [E_start] north karovia [E_end] is [E_start] port ellin [E_end] . [SEP]
       0    1     2     3     4       5      6       7    8     9       10   11     12    13  14
@@ -87,7 +87,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
     first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
     stop = np.searchsorted(token_start, char_end)               # the token after its last
-    # pieces[a]: what begins at token a and is never cut: (ids, [its mention] or [], its stop).
+    # pieces[a]: what begins at token a and is never cut: (ids, [its mention] or [], its end).
     ids, taken = encoding.ids, 0                        # taken: where the last mention kept stops
     pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
     for i in np.lexsort((-stop, first)).tolist():
@@ -137,7 +137,7 @@ class Batch:
     start: torch.Tensor             # (M,)
     end: torch.Tensor               # (M,)
     entity: torch.Tensor            # (M,) 0 = not linked
-    passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example); see by_article
+    passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example)
     mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the one
                                     # that is appended to a question, [E_start] [MASK] [E_end]
     answer: torch.Tensor            # (M,) where a mention's entity is asked for: the first answer
@@ -192,7 +192,7 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
     a linked mention all others of its entity in the passage are masked, too."""
     batch = corpus_batch(corpus, passages)
     tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
-    kept = np.arange(len(batch.row))
+    kept = np.arange(len(batch.row))        # owner has these numbers; from here on others have not
     if max_mentions is not None and len(kept) > max_mentions * len(tokens):
         kept = np.sort(rng.choice(len(kept), max_mentions * len(tokens), replace=False))
         batch = replace(batch, **{name: getattr(batch, name)[kept] for name in MENTIONS})
@@ -208,10 +208,9 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
             masked = np.union1d(masked, np.flatnonzero(also))
         chosen |= np.isin(owner, kept[masked])
     fate = rng.random(chosen.sum())         # 80% [MASK], 10% a random word, 10% left as they are
-    words = rng.choice(corpus.words, len(fate))
-    words = np.where(fate < .9, words, tokens[chosen])
+    other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[chosen])
     read = tokens.copy()
-    read[chosen] = np.where(fate < .8, corpus.special[MASK], words)
+    read[chosen] = np.where(fate < .8, corpus.special[MASK], other)
     return replace(batch, tokens=torch.from_numpy(read), is_target=torch.from_numpy(chosen))
 
 def eval_batch(corpus, mentions) -> Batch:
@@ -285,8 +284,8 @@ class Example(NamedTuple):
     text: str
     mentions: list | None       # None: to be found (mention_finder)
     label: int | None           # claims: index into CLAIM_LABELS; None: a cloze, or not known
-    answers: list               # questions: entity names, any of which is right; []: none is one
-    info: dict                  # the other fields: subject, bridge, relations, …
+    answers: list               # questions: entity names, any of which is right, or []
+    info: dict                  # the whole record, with its other fields: subject, bridge, …
 
 # Chinese and Japanese put no spaces between words, so that each of their characters is a word.
 _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

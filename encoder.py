@@ -34,8 +34,8 @@ class Config:
     n_initial: int = 4
     n_upper: int = 8
     n_blocks: int = 1
-    # Sizes of keys, values and coreference encodings. k: memories that a mention attends to, of
-    # which each process offers at least k_shard; k_answer, k_answer_shard: the same for eq. 10.
+    # Sizes of keys, values and coreference encodings. k: memories that a mention attends to, the
+    # best of at least k_shard that each process offers; k_answer, k_answer_shard: so in eq. 10.
     key_dim: int = 128
     value_dim: int = 512
     coref_dim: int = 512
@@ -173,8 +173,8 @@ def init_weights(module, std):
 # They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
 # each returns tensors under the names in it. read_weights gives them those of tome.TOME.
 
-# Columns: our name, BERT's, the paper's code's, or only that. The last rows are endings. Names are
-# replaced from top to bottom: a name stands above one that it contains.
+# Columns: our name; BERT's, where it has one; the paper's code's. The last two rows are endings, of
+# both. Names are replaced from top to bottom: a name stands above one that it contains.
 NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids

@@ -76,7 +76,7 @@ def task_figures(run, tome, memory, task, path=None):
     """The key "claims" or "qa" of --json: the cell of a file, or cells of the toy world's tests, of
     one and two hops and subjects seen and unseen; recall@20 also over all of their questions."""
     if path:
-        return figures_of(run, tome, memory, task, train.read_examples(run, task, path))
+        return figures_of(run, tome, memory, task, train.task_examples(run, task, path))
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
     for hops, kinds in figures.items():
         for kind, split in (("seen", "test"), ("unseen", "unseen")):

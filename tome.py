@@ -60,11 +60,11 @@ class TOME(nn.Module):
     def read_blocks(self, H, attention_mask, mentions=None, memory=None):
         """H0 -> H_L (B, T, hidden), and a list of each block's Retrieved, or None (eq. 5).
         mentions: a Batch, or anything with row, start, end, passage (M,)."""
-        found = []
+        layers = []
         for block in self.blocks:
-            H, retrieved = block(H, attention_mask, mentions, memory)
-            found.append(retrieved)
-        return H, found
+            H, found = block(H, attention_mask, mentions, memory)
+            layers.append(found)
+        return H, layers
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
         H0 = self.read_initial(tokens, attention_mask)
@@ -114,14 +114,13 @@ class BatchTOME(nn.Module):
     def forward(self, batch):
         """H (B, T, hidden) of the second read, and what its memory layers retrieved."""
         mask = batch.attention_mask
-        H0 = self.tome.read_initial(batch.tokens, mask)
         # The memory is made from the unmasked text (our choice; the paper does not say, its code
         # reads the masked one). A passage never attends to its own mentions, so nothing leaks.
         linked = batch.entity > 0
         spans = batch.row[linked], batch.start[linked], batch.end[linked]
         keys, values = self.encoder(batch.unmasked, mask, *spans)
         memory = BatchMemory(keys, values, batch.entity[linked], batch.passage[linked])
-        return self.tome.read_blocks(H0, mask, batch, memory)
+        return self.tome(batch.tokens, mask, batch, memory)
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each is this process's part of a mean over all processes: a sum over its own items, divided by the
@@ -194,7 +193,7 @@ def claim_logits(tome, H, batch):
 
 def retrieve_answer(tome, H, batch, memory, at):
     """What the n mentions `at` (numbers, a mask or a slice) retrieve with z of eq. 10 as query:
-    Retrieved of (n, K), without weights and value."""
+    Retrieved of (n, K), of which scores and entity are used."""
     z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
     return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 

@@ -4,7 +4,7 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         (TOME-2, mini: + linking)
+                                                                         (TOME-2; mini: + linking)
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
@@ -18,11 +18,12 @@ mention is given memories of its own entity, and MLM is the only loss; later hal
 
 A stage runs the unfinished ones before it first, and goes on where it stopped. Every batch, mask
 and dropout of a step follows from (seed, stage, step, process) alone: a run that was cut off and
-taken up again ends with the same bits.
+taken up again ends, on a CPU, with the same bits.
 
 H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 or for coreference
 (app. A.2), `memory` a MentionMemory or a baseline's EntityTable. In order: settings, the stages,
-the loop, initial weights, what is measured, examples; then the run folder and the command line.
+the loop, initial weights, what is measured; then files of examples, the run folder and the command
+line.
 """
 import argparse
 import fcntl
@@ -93,13 +94,12 @@ class Settings:
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    # Not in the paper, but for `schedule` (its steps of claims and qa are ours). With the presets'
-    # values small models learn in minutes.
+    # From here on not in the paper, except `schedule` (but for the steps of claims and qa).
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
-    lower_rate: float = 1.0         # multiple of the learning rate, for the layers below the memory
-                                    # where they come trained: with --init, and in fine-tuning
+    lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
+                                    # the memory: with --init always, else in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     linking_weight: float = 0.0     # of linking in TOME-1; TOME-2's and EaE's is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
@@ -114,7 +114,7 @@ class Settings:
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
 # What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
-# Their models are small and their steps few, so rates are five to a hundred times the paper's. A
+# Their models are small and their steps few, so rates are six to two hundred times the paper's. A
 # shard offers all k, so that the search is exact whatever the number of processes.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
@@ -142,10 +142,15 @@ PRESETS = {
 # loss is this process's part of the mean over the whole batch: the sum of all processes' gradients
 # is then the gradient of the whole batch, whatever their number.
 #
-# `run` is an open run folder (class Run, below): its settings, config, corpus and device; the
-# entities that are withheld (is_withheld), and each one's index into KINDS (entity_kind), (E,).
-# is_baseline is true without a mention memory, batch_tome_config has one memory layer, `saved` is
-# what run.json holds, folder(kind) is where a corpus or memory lies, sweep(kind) removes old ones.
+# `run` is an open run folder (class Run, below):
+#
+#     settings, config, seed      Settings; Config (batch_tome_config: with one memory layer)
+#     corpus, tokenizer, device
+#     is_withheld, entity_kind    (E,) of entities: whether withheld; its index into KINDS
+#     init, is_published          a path to published weights; whether BATCH-TOME is among them
+#     is_baseline                 it has no mention memory
+#     out, saved, folder(kind)    its folder; what run.json holds; where a corpus or memory lies
+#
 # `recipe` is a plain dictionary of all that determines a stage's result: kind (the stage's name:
 # "batch-tome", "tome", "claims" or "qa"), steps, lr, batch, …
 
@@ -154,8 +159,9 @@ class Stage(NamedTuple):
     model: torch.nn.Module
     next_batch: Callable            # step -> Batch of all processes
     losses: Callable                # Batch of this process, step -> {name: (weight, loss)}
-    evaluate: Callable              # () -> figures for the log; the best "score"'s weights are kept
-    fingerprint: str = None         # of the Mention Encoder
+    evaluate: Callable              # () -> figures for the log. Where one of them is "score" (in
+                                    # fine-tuning), the weights of its best value are kept
+    fingerprint: str = None         # of the Mention Encoder that wrote the memory
     before_step: Callable = lambda step: None
 
 def endless(order):
@@ -203,7 +209,7 @@ def batch_tome_stage(run, recipe):
     items = endless(clusters)
     mentions = sample_eval_mentions(run, settings.eval_mentions)
     support = supporting_passages(corpus, mentions)
-    # Coreference only over the most frequent entities: the others are not linked for this loss.
+    # Coreference is only over the most frequent entities that are not withheld.
     count = corpus.entity_count
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
@@ -214,7 +220,7 @@ def batch_tome_stage(run, recipe):
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
     def evaluate():
-        """With a small memory, also while training has it off: all passages would take too long."""
+        """Over a small memory, as to read all passages would take too long. Also before the fit."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -234,6 +240,7 @@ def batch_tome_stage(run, recipe):
                 batch.entity[run.is_withheld[batch.entity.numpy()]] = 0     # not linked for the fit
                 batches.append(batch.to(run.device))
             fit_retrieval(model.eval(), batches)
+            ann.copy_from_first(model.parameters())
             say_figures(evaluate(), f"batch-tome {step}, after the fit ")
             model.train()
 
@@ -319,30 +326,31 @@ def tome_stage(run, recipe, start=None):
         layers below stand still; later a share of them, or reading is unlearnt again: search rarely
         finds the entity (on real text for one masked mention in ten)."""
         given_share = 1.0 if step < forcing * recipe["steps"] else still_given
+        all_given = given_share == 1
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
-        answer, attended = named, training_memory
+        asked_for, attended = named, training_memory        # asked_for: by eq. 10
         if given_share > 0:
             is_given = torch.rand(len(named), device=named.device) < given_share
-            given.wanted, given.others_search = torch.where(is_given, named, 0), given_share < 1
-            answer = torch.where(is_given, 0, named)    # else z, made after reading, has seen it
+            given.wanted, given.others_search = torch.where(is_given, named, 0), not all_given
+            asked_for = torch.where(is_given, 0, named)     # else z, made from what it read
             attended = given
-        with torch.set_grad_enabled(given_share < 1):
+        with torch.set_grad_enabled(not all_given):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
         H, layers = model.read_blocks(H0, batch.attention_mask, batch, attended)
         mlm = mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
-        if given_share == 1:
+        if all_given:
             return {"mlm": (1.0, mlm)}
         found = retrieve_answer(model, H, batch, training_memory, slice(None))
-        entity = entity_prediction_loss(found.scores, found.entity, answer)
+        entity = entity_prediction_loss(found.scores, found.entity, asked_for)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
         # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
         # finding the entity. TOME-1's query is made before anything is read: there mentions that
         # are given memories count, too.
         if linking_weight and layers[-1] is not None:
-            searched = given.found if given_share > 0 else layers[-1]
-            linked = named if config.n_blocks == 1 else answer
-            linking = entity_prediction_loss(searched.scores, searched.entity, linked)
+            found = given.found if given_share > 0 else layers[-1]  # given.found: had they searched
+            asked_for = named if config.n_blocks == 1 else asked_for
+            linking = entity_prediction_loss(found.scores, found.entity, asked_for)
             result["linking"] = (linking_weight, linking)
         return result
 
@@ -352,8 +360,8 @@ def tome_stage(run, recipe, start=None):
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
 
-    Each batch of claims adds equally many clozes: true claims with one entity masked, which both
-    the answer head and the last memory layer have to find. Labels alone hardly teach what to
+    Each batch of claims adds equally many clozes: true claims with one entity masked. The answer
+    head and the last memory layer have to find it. Labels alone hardly teach what to
     retrieve: of toy claims about one fact .85 are right instead of .95, about two facts half."""
     task = recipe["kind"]
     model, fingerprint = load_model(run)
@@ -366,7 +374,9 @@ def finetune_stage(run, recipe, start=None, examples=None):
         # Labels that no example has are ruled out, so that training need not unlearn them (.92 of
         # unseen toy claims right without this, .95 with it).
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in training}
-        model.claim.bias.data[list(absent)] = -1e4
+        bias = model.claim.bias.data
+        bias[bias < -1e3] = 0               # where the weights of --start ruled them out
+        bias[list(absent)] = -1e4
         if run.settings.cloze_weight:
             rng = np.random.default_rng([run.seed, 6])
             clozes = [cloze for example in training for cloze in clozes_of(run, example, rng)]
@@ -381,9 +391,9 @@ def finetune_stage(run, recipe, start=None, examples=None):
         return examples_batch(run, task, chosen)
 
     def losses(batch, step):
-        """Labels of claims from the mean of their mentions (claim_logits). Answers by eq. 10, with
-        z of the answer head as query ("qa"); of clozes also with that of the last memory layer
-        ("asked"): so it learns what to retrieve."""
+        """Labels of claims from the mean of their mentions (claim_logits). Answers, also of clozes,
+        by eq. 10 with z of the answer head as query ("answer"); of clozes once more with the query
+        of the last memory layer ("asked"): so it learns what to retrieve."""
         H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result = {}
         if task == "claims":
@@ -395,7 +405,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
             asked = batch.answer > 0
             answer = batch.answer[asked]
             found = retrieve_answer(model, H, batch, training_memory, asked)
-            result["qa"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
+            result["answer"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
         if clozes and layers[-1] is not None:
             found = training_memory.retrieve(layers[-1].query[asked], batch.passage[asked],
                                              run.config.k_answer, run.config.k_answer_shard)
@@ -413,14 +423,14 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 # and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
 
 def optimizer_for(run, model, kind):
-    """AdamW; no weight decay on layer norms and biases (app. A). Embeddings and layers below the
-    memory that come trained learn at lower_rate. In fine-tuning they hold what makes the queries: a
+    """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
+    embeddings and layers below the memory learn at lower_rate. There they make the queries: a
     question about one fact needs no memory but the answer's, so it unlearns them (toy, seed 13:
     attention to the bridge .68 before, .01 after) before two facts are learnt, which need them."""
-    groups, comes_trained = {}, run.init or kind in ("claims", "qa")
+    groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = re.match(r"(encoder\.tome\.)?(embeddings|initial)\.", name)
-        rate = run.settings.lower_rate if is_lower and comes_trained else 1.0
+        rate = run.settings.lower_rate if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "rate": rate, "weight_decay": decay}
         groups.setdefault((rate, decay), group)["params"].append(parameter)
@@ -529,7 +539,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
     ann.barrier()           # nobody reads the checkpoint before it is written
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
-# TOME starts from BATCH-TOME's weights (§2.4): its queries already fit the keys in the memory. A
+# TOME starts from BATCH-TOME's weights (§2.4): then its queries fit the keys in the memory. A
 # memory is of one Mention Encoder; no TOME learns to read another one's (app. B.6).
 
 def new_batch_tome(run, seed=None):
@@ -633,23 +643,23 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         part = mentions[first:first + batch_size]                                       # (B,)
         batch = data.eval_batch(run.corpus, part).to(device)
         B, asked = len(part), torch.from_numpy(part).to(device)[batch.row] == batch.mention
-        H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
+        H, layers = tome(batch.tokens, batch.attention_mask, batch, memory)
         mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
-        if found[-1] is not None:
-            mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(-1)
+        if layers[-1] is not None:
+            mass = (layers[-1].weights * (layers[-1].entity == batch.entity[:, None])).sum(-1)
         filled = tome.mlm_logits(H, batch.is_target).argmax(-1)                         # (L,)
         right = filled == batch.unmasked[batch.is_target]
         row, n_tokens = batch.is_target.nonzero()[:, 0], batch.is_target.sum(1)         # (L,), (B,)
         n_right = torch.bincount(row[right], minlength=B)
-        answer = retrieve_answer(tome, H, batch, memory, asked)
+        found = retrieve_answer(tome, H, batch, memory, asked)
         stands_there = torch.zeros(B, E, dtype=torch.bool, device=device)
         stands_there[batch.row[~asked], batch.entity[~asked]] = True
-        hidden = stands_there.gather(1, answer.entity)                                  # (B, K)
-        scores = answer.scores.masked_fill(hidden, -torch.inf)
+        hidden = stands_there.gather(1, found.entity)                                   # (B, K)
+        scores = found.scores.masked_fill(hidden, -torch.inf)
         entity = batch.entity[asked]
-        named = predict_entity(scores, answer.entity) == entity
-        recalled = (best_entities(scores, answer.entity) == entity[:, None]).any(1)
-        masked.append(torch.stack([n_tokens, n_right, named, recalled, mass[asked]], 1).cpu())
+        is_named = predict_entity(scores, found.entity) == entity
+        recalled = (best_entities(scores, found.entity) == entity[:, None]).any(1)
+        masked.append(torch.stack([n_tokens, n_right, is_named, recalled, mass[asked]], 1).cpu())
         counted = (batch.entity > 0) & ~asked & is_elsewhere[batch.entity]
         visible.append(torch.stack([batch.entity[counted], mass[counted]], 1).cpu())
     masked, visible = np.concatenate(masked), np.concatenate(visible)
@@ -657,11 +667,11 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     visible_kind = run.entity_kind[visible[:, 0].astype(int)]
     figures = {}
     for i, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
-        n_tokens, n_right, named, recalled, mass = masked[kind == i].T
+        n_tokens, n_right, is_named, recalled, mass = masked[kind == i].T
         mass_visible = visible[visible_kind == i, 1]
         n = max(len(mass), 1)
         figures[name] = {"accuracy": n_right.sum() / max(n_tokens.sum(), 1),
-                         "entity": named.sum() / n, "recall@20": recalled.sum() / n,
+                         "entity": is_named.sum() / n, "recall@20": recalled.sum() / n,
                          "mass_masked": mass.sum() / n,
                          "mass_visible": mass_visible.sum() / max(len(mass_visible), 1),
                          "n": len(mass)}
@@ -680,12 +690,12 @@ def sample_eval_mentions(run, n):
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """A small memory for these mentions while the Mention Encoder still changes: the passages of
-    their articles, `each` more per entity that link it, and `others` at random."""
+    their articles, `each` that link an entity (perhaps of the former), `others` at random."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
     same = same[np.argsort(entity[same], kind="stable")]
-    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])
+    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])  # in its entity's
     return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
                                      rng.integers(0, len(corpus.article), others)]))
 
@@ -710,9 +720,9 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
             right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
             continue
         found = retrieve_answer(tome, H, batch, memory, batch.answer >= 0)
-        named = predict_entity(found.scores, found.entity).tolist()
+        predicted = predict_entity(found.scores, found.entity).tolist()
         best = best_entities(found.scores, found.entity).tolist()
-        for example, entity, entities in zip(chosen, named, best):
+        for example, entity, entities in zip(chosen, predicted, best):
             answers = {corpus.entity_index.get(answer) for answer in example.answers}
             right.append(entity in answers)
             recalled.append(not answers.isdisjoint(entities))
@@ -734,13 +744,25 @@ def toy_examples(run, task, hops="one_hop", split="test"):
     data.open_folder(path.parent, "toy world", lambda name: name == path.name)
     return path
 
+def clozes_of(run, example, rng):
+    """The cloze of a true claim: [the example with one known entity as answer, and no label]; []
+    for any other claim."""
+    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
+    if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
+        return []
+    # The toy world says which mention the others determine: the object.
+    known = [entity for entity in known if entity == example.info.get("object")] or known
+    return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
+
+# ==== Set apart: files of examples ================================================================
+
 def dev_files(path):
     """[the file of that name with "dev" for "train"], or []."""
     path = Path(path)
     dev = path.with_name(path.name.replace("train", "dev"))
     return [dev] if dev != path and dev.is_file() else []
 
-def read_examples(run, task, path):
+def task_examples(run, task, path):
     """The examples of a file that have a label, or are questions, each with its mentions."""
     examples = [e for e in data.read_examples(path, task) if task == "qa" or e.label is not None]
     if not any(e.label is not None or e.answers for e in examples):
@@ -764,8 +786,8 @@ def read_examples(run, task, path):
 def read_task_examples(run, task, path):
     """(training, dev) examples. Questions whose answer is no entity teach nothing and are left out
     of training; in evaluation they count as wrong (§4.4)."""
-    examples = read_examples(run, task, path)
-    dev = [e for file in dev_files(path) for e in read_examples(run, task, file)]
+    examples = task_examples(run, task, path)
+    dev = [e for file in dev_files(path) for e in task_examples(run, task, file)]
     if not dev:
         order, n_dev = np.random.default_rng(0).permutation(len(examples)), -(-len(examples) // 10)
         dev, examples = ([examples[i] for i in part] for part in (order[:n_dev], order[n_dev:]))
@@ -778,17 +800,7 @@ def read_task_examples(run, task, path):
         raise UserError(f"{path}: no example to train on is left; give more of them")
     return examples, dev
 
-def clozes_of(run, example, rng):
-    """The cloze of a true claim: [the example with one known entity as answer, and no label]; []
-    for any other claim."""
-    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
-    if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
-        return []
-    # The toy world says which mention the others determine: the object.
-    known = [entity for entity in known if entity == example.info.get("object")] or known
-    return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
-
-# ==== Set apart: the run folder ===================================================================
+# ---- The run folder ------------------------------------------------------------------------------
 # run.json holds the flags that a run was started with. Six artefacts follow from them: corpus,
 # batch-tome, memory, tome, claims and qa. A stage leaves a file, such as tome.pt. The corpus and
 # the memory are folders, whose names contain their recipe's identity, such as memory-1f2e3d4c.
@@ -819,7 +831,7 @@ NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
            "n_upper", "n_blocks")
-OF_BATCH_TOME = (*OF_BERT, "key_dim", "value_dim", "coref_dim")     # … that such a file decides
+OF_BATCH_TOME = (*OF_BERT, "key_dim", "value_dim", "coref_dim")     # … of a BATCH-TOME
 # The types of all that --set can name. n_blocks is --blocks; the other three are no single values
 # or follow from the corpus.
 SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
@@ -1018,7 +1030,7 @@ class Run:
         return checkpoint
 
 def load_model(run, kind="tome"):
-    """(model, fingerprint of its Mention Encoder) of a stage that is done."""
+    """(model, fingerprint of its memory's Mention Encoder or None) of a stage that is done."""
     path, checkpoint = run.out / f"{kind}.pt", run.checkpoint(kind)
     needs(is_done(checkpoint), path, kind, "unfinished" if checkpoint else "missing")
     model = TOME(run.config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))

@@ -192,7 +192,7 @@ def retrieved(out, seeds):
     def states(name, hops):
         loaded = training.open_run(finetuned(out, name, 0, "claims", hops), "claims")
         tests = training.toy_examples(loaded[0], "claims", hops, "test")
-        return deciding(*loaded, training.read_examples(loaded[0], "claims", tests))
+        return deciding(*loaded, training.task_examples(loaded[0], "claims", tests))
 
     def share(name, hops, *fact):
         return [states(name, hops)[fact]] if fact in states(name, hops) else ""

@@ -68,8 +68,8 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     with torch.no_grad():
         parts = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
     n = len(claims)
-    assert parts.keys() == {"claims", "qa", "asked"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
-    training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "qa": [], "asked": []}
+    assert parts.keys() == {"claims", "answer", "asked"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
+    training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "answer": [], "asked": []}
     for r, row in enumerate(batch.tokens):
         label = int(batch.label[r])
         if r < n:
@@ -92,7 +92,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
-        for key, query in (("qa", z), ("asked", layers[-1].query[mention])):
+        for key, query in (("answer", z), ("asked", layers[-1].query[mention])):
             scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
             scores = np.exp(scores - scores.max())
             best = np.argsort(-scores)[:loaded.config.k_answer]     # eq. 10, over the retrieved memories
@@ -111,6 +111,20 @@ def test_claims_of_which_no_true_one_names_an_entity_are_learnt_from_their_label
                        "--steps", "2", "--batch", "2", "--quiet", "--out", str(run)]) == 0
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     assert "claims" in last and "asked" not in last
+
+def test_a_label_that_training_lacks_is_never_predicted_until_a_later_training_has_it(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
+    records = [{"text": c, "label": data.CLAIM_LABELS[n % 2]} for n, c in enumerate(CLAIMS)]
+    two = write(tmp_path / "two.jsonl", records)
+    three = write(tmp_path / "three.jsonl", records + [{"text": CLAIMS[0] + "!", "label": "NOT ENOUGH INFO"}] * 9)
+    loaded = train.read_run(run).open()
+    recipe = {"kind": "claims", "batch": 4, "n_search": None}
+    model = train.finetune_stage(loaded, recipe, examples=two).model
+    assert model.claim.bias[2] < -9999 and model.claim.bias[:2].abs().max() < 1
+    torch.save(dict.fromkeys(train.CHECKPOINT) | {"model": model.state_dict(), "recipe": {"format": data.FORMAT}},
+               tmp_path / "start.pt")
+    model = train.finetune_stage(loaded, recipe, str(tmp_path / "start.pt"), three).model
+    assert model.claim.bias.abs().max() < 1
 
 def evaluate(run, *arguments):
     return evaluation.main(["--out", str(run), *map(str, arguments)])
@@ -164,10 +178,10 @@ def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(
     loaded, tome, memory = train.open_run(run)
     claims = write(tmp_path / "claims.jsonl", [{"text": c, "label": label} for c, label in
                                                zip(CLAIMS, ["SUPPORTS", None, "NOT ENOUGH INFO"])])
-    assert [e.label for e in train.read_examples(loaded, "claims", claims)] == [1, 2]
+    assert [e.label for e in train.task_examples(loaded, "claims", claims)] == [1, 2]
     qa = write(tmp_path / "qa.jsonl", [{"question": "Who is <script>alert('x')</script> & co?", "answers": NAMES},
                                        {"question": "What?", "answers": []}])
-    examples = train.read_examples(loaded, "qa", qa)
+    examples = train.task_examples(loaded, "qa", qa)
     assert [len(e.mentions) for e in examples] == [1, 0]
     figures = train.task_accuracy(loaded, tome, "qa", examples, memory)
     assert figures == {"accuracy": .5, "recall@20": .5, "n": 2}     # any entity is right for one, none for the other
@@ -203,7 +217,7 @@ def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run,
         {"question": text, "answers": NAMES[:1]}])
 
     def found():
-        examples = train.read_examples(loaded, "qa", path)
+        examples = train.task_examples(loaded, "qa", path)
         assert all(type(m) is data.Mention for example in examples for m in example.mentions)
         return [[(text[m.start:m.end], m.entity) for m in example.mentions] for example in examples]
 
@@ -340,7 +354,7 @@ def test_an_article_is_only_taken_away_where_every_example_names_one(run, tmp_pa
     path = write(tmp_path / "claims.jsonl", [{"text": f"{NAMES[i]} met {NAMES[i + 1]}.", "label": "SUPPORTS", "subject": subject}
                                              for i, subject in enumerate((NAMES[0], ["a", "list"], "nobody"))])
     loaded = train.open_run(run, "claims")
-    examples = train.read_examples(loaded[0], "claims", path)
+    examples = train.task_examples(loaded[0], "claims", path)
     assert "fact_removed" in evaluation.figures_of(*loaded, "claims", examples[:1])
     assert "fact_removed" not in evaluation.figures_of(*loaded, "claims", examples)
     for title, info in ("None", {}), ("7", {"subject": 7}), ("None", {"bridge": None}):

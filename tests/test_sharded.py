@@ -142,8 +142,8 @@ def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
         cloze = other._replace(label=None, answers=[other.mentions[0].entity])
         batch = train.examples_batch(run, "claims", [claim._replace(mentions=[]), cloze])
         shares = {name: share.item() for name, (_, share) in stage.losses(batch.part(0, 2), 0).items()}
-        assert len(batch.part(0, 2).row) == 0 and shares["qa"] == shares["asked"] == 0 < shares["claims"]
-        theirs.append(stage.losses(batch.part(1, 2), 0)["qa"][1].item())
+        assert len(batch.part(0, 2).row) == 0 and shares["answer"] == shares["asked"] == 0 < shares["claims"]
+        theirs.append(stage.losses(batch.part(1, 2), 0)["answer"][1].item())
     assert max(theirs) > 0              # 0 where no memory of the answer was retrieved
 
 

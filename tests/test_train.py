@@ -701,7 +701,7 @@ def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
 
 def question_accuracy(out, path):
     loaded, tome, table = train.open_run(out, "qa")
-    return train.task_accuracy(loaded, tome, "qa", train.read_examples(loaded, "qa", path), table)["accuracy"]
+    return train.task_accuracy(loaded, tome, "qa", train.task_examples(loaded, "qa", path), table)["accuracy"]
 
 @pytest.mark.slow
 def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_world, tmp_path, monkeypatch, capsys):
