@@ -23,9 +23,11 @@ import re
 import shutil
 import sys
 import tempfile
+import unicodedata
 import zlib
 from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -289,7 +291,9 @@ class Example(NamedTuple):
 
 # Chinese and Japanese put no spaces between words, so that each of their characters is a word.
 _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s]")
+# Accents and vowel signs that are characters of their own belong to the letter before them.
+_MARK = "".join(c for c in map(chr, range(0x300, 0x1e944)) if unicodedata.category(c)[0] == "M")
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+(?:[{_MARK}]+[^\W{_CJK}]*)*|[^\w\s]")
 
 def name_index(names) -> dict:
     """A tree of these names by their words, in which "" stands at a name's end:
@@ -297,17 +301,17 @@ def name_index(names) -> dict:
     space, and a bracket at the end, as in "Mercury_(planet)", is not part of a name."""
     index = {}
     for name in names:
-        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")).lower())
-        if any(word.isalnum() for word in words):
+        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")))
+        if any(word[0].isalnum() for word in words):
             node = index
             for word in words:
-                node = node.setdefault(word, {})
+                node = node.setdefault(word.lower(), {})
             node.setdefault("", name)
     return index
 
 def find_mentions(text, index) -> list:
     """Mentions of a name_index's names in a text: longest first, whole words, whatever the case."""
-    words = list(_WORD.finditer(text))
+    words = list(_WORD.finditer(text.replace("_", " ")))
     mentions, i = [], 0
     while i < len(words):
         node, stop = index, i       # stop: the word after the longest name found
@@ -697,7 +701,7 @@ def write_file(path, write):
         with open(path, "wb") as file:
             return write(file)
     temporary = path + ".tmp"
-    remove(temporary)
+    Path(temporary).unlink(missing_ok=True)
     try:
         with open(temporary, "xb") as file:
             write(file)
@@ -710,7 +714,7 @@ def write_file(path, write):
             raise                                       # of another file, which `write` reads
         raise UserError(f"{path} cannot be written ({error}); check the folder and room") from error
     finally:
-        remove(temporary)
+        Path(temporary).unlink(missing_ok=True)
 
 def remove(path):
     """Removes a file, a folder or a link, but not what the link points to."""
@@ -788,7 +792,8 @@ def printable(text) -> str:
 def complain(program, error) -> int:
     """One sentence on stderr; returns the exit status of a program that could not do its work."""
     if isinstance(error, OSError):
-        error = f"{error.filename}: {error.strerror or error}; check the name, rights and room"
+        where, why = error.filename or "the output", error.strerror or error
+        error = f"{where}: {why}; check the name, rights and room"
     print(printable(f"{program}: {error}"), file=sys.stderr)
     return 1
 
@@ -988,15 +993,17 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 # leaves more "{{", "[[" and "<" open.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
 HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with what is in them
-IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|[a-z]{2,3}:(?! )")   # show nothing in a text
+IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
+                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")   # show nothing in a text
 # Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
-NO_ARTICLE = re.compile(r"[A-Za-z ]+:(?! )|.* \(disambiguation\)$")
+NO_ARTICLE = re.compile(r"(?!Re:)[A-Za-z -]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
 # A section without prose ends at the next heading that is no deeper.
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
                       r"sources|works cited|bibliography|further reading|external links|see also|"
                       r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
-TIDY = (("''+", ""),
+TIDY = (("(?<!')''(?!')([^'\n]*[\\w\x03])'''(?=s\\b)", "\\1'"),          # ''Iliad'''s
+        ("''+", ""),
         ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),     # what a link lost to templates
         ("\x03([a-z]+)", "\\1\x03"),                            # [[bus]]es
         ("[ \t\xa0\u2009]+", " "),
@@ -1022,10 +1029,12 @@ def read_dump(path, say_language=False):
                 title = canonical(page.findtext("{*}title", ""))
                 text = page.findtext("{*}revision/{*}text", "")
                 redirect, kind = page.find("{*}redirect"), "article"
+                if page.find("{*}ns") is None:
+                    raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
                 if page.findtext("{*}ns") != "0":
                     kind = "other namespace"
                 elif redirect is not None:
-                    kind, text = "redirect", redirect.get("title")
+                    kind, text = "redirect", redirect.get("title", "")
                 elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
                     kind, text = "disambiguation page", ""
                 yield title, kind, text
@@ -1034,7 +1043,8 @@ def read_dump(path, say_language=False):
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
     title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
-    return title[:1].upper() + title[1:]
+    first = title[:1].upper()
+    return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
 
 def read_article(page) -> tuple:
     """(title, [(text, links)] of its paragraphs, how many sections were left out) of read_dump's
@@ -1042,7 +1052,8 @@ def read_article(page) -> tuple:
     import mwparserfromhell
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
-    wikitext = NO_PROSE.sub("==\n", re.sub("(?is)<!--.*?-->|<br[^<>]*>", " ", wikitext))
+    wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-3];", " ", wikitext)
+    wikitext = NO_PROSE.sub("==\n", wikitext)
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
         n_open = len(re.findall(r"\{\{|\[\[|<", section)) - len(re.findall(r"\}\}|\]\]|>", section))
         if len(section) > MAX_SECTION or n_open > MAX_UNCLOSED:
@@ -1053,7 +1064,7 @@ def read_article(page) -> tuple:
             tag.contents = ""
         for link in code.ifilter_wikilinks():
             target = str(link.title).strip()
-            shown = str(link.text or target.lstrip(":")).strip()
+            shown = " ".join(str(link.text or target.lstrip(":")).split())
             link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
         marked = code.strip_code(collapse=False)
         for pattern, new in TIDY:
@@ -1062,7 +1073,8 @@ def read_article(page) -> tuple:
             text, *parts = re.split("\x01(.*?)\x02(.*?)\x03", paragraph)
             links = []
             for target, shown, after in zip(parts[::3], parts[1::3], parts[2::3]):
-                links.append(Mention(len(text), len(text) + len(shown), target))
+                if shown.strip():
+                    links.append(Mention(len(text), len(text) + len(shown), target))
                 text += shown + after
             if re.search(r"\w", text):
                 paragraphs.append((text, links))
@@ -1081,9 +1093,12 @@ def wiki(path, out, workers=1) -> Counter:
             elif kind != "other namespace":
                 redirects[title] = canonical(text)
         pages = (page for page in read_dump(path) if page[1] == "article")
-        with ProcessPoolExecutor(workers) as pool:
-            while batch := list(islice(pages, 64 * workers)):       # a dump is larger than memory
-                yield from pool.map(read_article, batch)
+        try:
+            with ProcessPoolExecutor(workers) as pool:
+                while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
+                    yield from pool.map(read_article, batch)
+        except BrokenProcessPool:
+            raise UserError("a worker was ended, perhaps for want of memory: give fewer --workers")
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
@@ -1160,15 +1175,19 @@ def kilt(path, out) -> Counter:
     [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
     def articles():
         for n, line in enumerate(open_text(path), 1):
+            if not line.strip():
+                continue
             with intact(f"{path}:{n}", "is no page of KILT's knowledge source", "give that file"):
                 page = json.loads(line)
                 paragraphs = [(text, []) for text in page["text"]]
                 for a in page["anchors"]:
                     target = a.get("wikipedia_title") or unquote(a["href"])
-                    paragraphs[a["paragraph_id"]][1].append(Mention(a["start"], a["end"], target))
+                    text, links = paragraphs[a["paragraph_id"]]
+                    if 0 <= a["start"] < a["end"] <= len(text) and a["paragraph_id"] >= 0:
+                        links.append(Mention(a["start"], a["end"], canonical(target)))
                 counts.update(pages=1, links=len(page["anchors"]))
                 prose = [p for p in paragraphs[1:] if not re.match("Section::::|BULLET::::", p[0])]
-                yield page["wikipedia_title"], prose, 0
+                yield canonical(page["wikipedia_title"]), prose, 0
 
     counts = Counter()
     return write_corpus(out, articles(), counts)
@@ -1197,23 +1216,26 @@ def task_records(path):
     try:
         whole = json.loads(text)
     except ValueError:
-        return text.strip().split("\n")
+        return [line for line in text.split("\n") if line.strip()]
     return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
 
 def answer_key(name):
     """What is compared: lower case, no punctuation, "_" or "the": The_Black_Sea is "black sea"."""
-    words = re.findall(r"\w+", name.replace("_", " ").lower())
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
+    name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
+    words = re.findall(rf"[\w{_MARK}]+", name)
+    return " ".join([w for w in words if w not in ("a", "an", "the")] or words) or name.strip()
 
 def answer_entities(corpus) -> dict:
     """answer_key -> the entity of that title, else of that title but for a bracket, else one
     with a mention that reads so. Of several the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
-    named = [pair for pair, _ in reversed(named.most_common())]     # what comes later counts
-    found = {shown: entity for entity, shown in named}
-    found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity, _ in named}
-    return found | {answer_key(entity): entity for entity, _ in named}
+    total = Counter(entity for entity, _ in named.elements())
+    # What comes later counts.
+    entities = [entity for entity, _ in reversed(total.most_common())]
+    found = {shown: entity for (entity, shown), _ in reversed(named.most_common())}
+    found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity in entities}
+    return found | {answer_key(entity): entity for entity in entities}
 
 def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples

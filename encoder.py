@@ -247,8 +247,13 @@ def read_bert(folder, config):
     """Reads config.json, and model.safetensors or pytorch_model.bin (weights only: no code in it is
     run). The last n_upper layers go above the first memory layer (§4.1: 8 of 12)."""
     bert = json.loads((folder / "config.json").read_text())
-    if bert.get("model_type", "bert") != "bert":        # RoBERTa's positions begin elsewhere
-        raise ValueError(f"it is a {bert['model_type']} model")
+    for name, ours in (("model_type", "bert"), ("position_embedding_type", "absolute"),
+                       ("layer_norm_eps", 1e-12)):
+        if bert.get(name, ours) != ours:                # RoBERTa's positions begin elsewhere
+            raise ValueError(f"its {name} is {bert[name]}, not {ours}")
+    tokenizer = folder / "tokenizer_config.json"
+    if tokenizer.exists() and not json.loads(tokenizer.read_text()).get("do_lower_case", True):
+        raise ValueError("its vocabulary is cased, and texts are read in lower case")
     config = replace(config, n_blocks=1, gelu=GELU[bert["hidden_act"]],
                      n_heads=int(bert["num_attention_heads"]))
     if (folder / "model.safetensors").exists():

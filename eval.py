@@ -238,8 +238,10 @@ def main(argv=None):
     kind.add_argument("--show", nargs="?", const="5", metavar="N|TEXT", help="what these retrieve")
     kind.add_argument("--ask", metavar="TEXT", help="answer a question or judge a claim")
     args = parser.parse_args(argv)
-    if args.ask:
-        args.task, args.show = args.task or "qa", args.ask
+    if args.ask is not None:
+        args.task, args.show = args.task or "qa", args.ask or " "
+    if not 0 <= args.memory_fraction <= 1:          # NaN is not, either
+        parser.error("--memory-fraction is from 0 to 1")
     if args.examples and (args.show or not args.task):
         parser.error("--examples goes with --task qa or --task claims, to be measured")
     try:
@@ -249,7 +251,7 @@ def main(argv=None):
         if not run.is_baseline:
             memory = memory.sample(args.memory_fraction)
         task, items, figures, pairs = args.task, [], {}, ()
-        if args.show and not args.show.isdecimal():
+        if args.show and (args.ask or not args.show.isdecimal()):
             items = [example_of(run, args.show)]
         elif args.show:
             items = train.sample_eval_mentions(run, int(args.show))

@@ -780,7 +780,7 @@ def task_examples(run, task, path):
     if cut or nothing:
         say(f"{path}: {cut:,} mentions overlap others, stand behind max_length or are more than 32 "
             f"in an example, and are not read; {nothing:,} of {len(examples):,} examples have no "
-            "mention, so nothing is retrieved for them.", sys.stderr)
+            "mention to read about.", sys.stderr)
     return examples
 
 def read_task_examples(run, task, path):

@@ -89,6 +89,10 @@ def read(tmp_path, text, *others, title="Page"):
     ("[[Rome|the <b>city</b>]]", "the city", "the city", "Rome"),
     ("[[Foo|a [b] c]]", "a [b] c", "a [b] c", "Foo"),
     ("[[iPod]]", "iPod", "iPod", "IPod"),
+    ("[[Foo|bar\nbaz]]", "bar baz", "bar baz", "Foo"),
+    ("letter [[ß]]", "letter ß", "ß", "ß"),
+    ("''[[Iliad]]'''s end", "Iliad's end", "Iliad", "Iliad"),
+    ("the anime [[Re:Zero]]", "the anime Re:Zero", "Re:Zero", "Re:Zero"),
     ("[[Alien: Resurrection]]", "Alien: Resurrection", "Alien: Resurrection", "Alien: Resurrection")])
 def test_links_become_mentions(tmp_path, wikitext, text, shown, entity):
     texts, mentions, _ = read(tmp_path, wikitext)
@@ -105,6 +109,11 @@ NO_ARTICLE, HIDDEN = "to no article", "outside the prose"
     ("x[[Category:Dogs|*]]", "x", HIDDEN),
     ("x [[:Category:Dogs|kinds]]", "x kinds", NO_ARTICLE),
     ("x[[fr:Chien]]", "x", HIDDEN),
+    ("x[[zh-min-nan:Káu]]", "x", HIDDEN),
+    ("x[[simple:Dog]]", "x", HIDDEN),
+    ("in [[doi:10.1/2|a paper]]", "in a paper", NO_ARTICLE),
+    ("x[[Foo|({{x}})]]", "x", HIDDEN),
+    ("a &#1;Evil&#2;[[fr:x]]shown&#3; b", "a Evil shown b", HIDDEN),
     ("x [[:fr:Chien|chien]]", "x chien", NO_ARTICLE),
     ("a [[wikt:dog|dog]]", "a dog", NO_ARTICLE),
     ("a [[Help:Dog|dog]]", "a dog", NO_ARTICLE),
@@ -256,6 +265,7 @@ NO_DUMP = CUT + " (ValueError: it does not begin as one)"
     (b"\xfd7zXZ\0", NO_DUMP), (b"7z\xbc\xaf", NO_DUMP),
     (BOMB.encode(), NO_DUMP), (BOMB.encode("utf-16"), NO_DUMP), (b" " * (1 << 19) + BOMB.encode(), NO_DUMP),
     (b"<mediawiki><!DOCTYPE a></mediawiki>", CUT),
+    (b'<mediawiki xmlns="x"><page><title>T</title></page></mediawiki>', "no <ns>"),
     (b"<mediawiki><page><title>T</title>", CUT), (b"<mediawiki>" + b"<page>" * 1000, CUT),
     (b"<mediawiki><page><title>a & b</title></page></mediawiki>", CUT),
     (b"<mediawiki><page><title>&bomb;</title></page></mediawiki>", CUT)])
@@ -345,13 +355,15 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
         anchor(1, "Ruvia", href="Ruvia%20%28state%29%23Wars"), anchor(1, "king", href="King"),
         anchor(1, "Leon Holt", href="Leon", wikipedia_title="Leon Holt", wikipedia_id="2"),
         anchor(2, "History", href="History"), anchor(3, "list", href="List")], "categories": "", "history": {}}
-    (tmp_path / "k.jsonl").write_text(json.dumps(record) + "\n")
+    wrong = [{"paragraph_id": 1, "start": start, "end": end, "href": "X"} for start, end in ((3, 3), (20, 500), (-3, 2))]
+    record["anchors"] += [*wrong, anchor(1, "Ruvia", href="X") | {"paragraph_id": -1}]
+    (tmp_path / "k.jsonl").write_text(json.dumps(record) + "\n\n")
     counts = data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl.gz")
     lines = lines_of(tmp_path / "out.jsonl.gz")
     assert [line["text"] for line in lines] == text[1:2]
     assert [[(line["text"][m["start"]:m["end"]], m["entity"]) for m in line["mentions"]] for line in lines] == [
         [("Karovia", "Karovia"), ("king", "King"), ("Leon Holt", "Leon Holt"), ("Ruvia", "Ruvia (state)")]]
-    assert counts["links"] == 5 and counts["links: kept"] == 3
+    assert counts["links"] == 9 and counts["links: kept"] == 3
 
 
 @pytest.mark.parametrize("line", ["[1]", "{", '{"wikipedia_title": "A", "text": ["a"]}',
@@ -418,6 +430,8 @@ def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus,
     cwq = [{"ID": "x", "question": "q", "answers": answers, "sparql": ""}]
     examples = run(tmp_path, "complexwebquestions", cwq, corpus=corpus)
     assert [e["answers"] for e in examples] == [["United_States", "Paris"]]
+    assert data.answer_key("The The") == "the the" and data.answer_key("%") != data.answer_key("!!!")
+    assert data.answer_key("Cafe\u0301") == data.answer_key("Café") != data.answer_key("Cafe")
     entity = [{"question": "q", "answers": ["United States of America"]}]
     assert run(tmp_path, "entityquestions", entity, corpus=corpus)[0]["answers"] == ["United_States"]
 
