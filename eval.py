@@ -257,7 +257,7 @@ def main(argv=None):
             items = train.sample_eval_mentions(run, int(args.show))
         elif not task:
             figures, pairs = masked_mention_figures(run, tome, memory)
-        elif args.examples or args.json or (run.out / "world").exists():
+        elif args.examples or args.json or run.saved["corpus"] is None:
             figures[task] = task_figures(run, tome, memory, task, args.examples)
         else:                   # no error: training ends with this report
             train.say(f"No figures: give eval.py --task {task} --examples FILE")

@@ -272,7 +272,8 @@ def make_memory(run, file=None):
     without training. run.json names the run's corpus, so it is written last."""
     encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
     is_first = ann.rank_and_size()[0] == 0
-    if file and checksum(file) not in run.saved["appended"]:
+    if file is not None and checksum(file) not in run.saved["appended"]:
+        needs(run.folder("memory").exists(), run.folder("memory"), "memory")
         old, old_folder, n = run, run.folder("memory"), len(run.corpus.article)
         run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
         if is_first:
@@ -285,7 +286,7 @@ def make_memory(run, file=None):
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      run.recipe("memory"), old_folder)
     if is_first:
-        if old_folder:
+        if file:
             write_json(run.out / "run.json", run.saved)
         run.sweep("corpus")
         run.sweep("memory")
@@ -424,12 +425,15 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 
 def optimizer_for(run, model, kind):
     """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
-    embeddings and layers below the memory learn at lower_rate. There they make the queries: a
+    embeddings and layers below the memory, and TOME-2's first queries, learn at lower_rate: a
     question about one fact needs no memory but the answer's, so it unlearns them (toy, seed 13:
     attention to the bridge .68 before, .01 after) before two facts are learnt, which need them."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
+    below = ("embeddings.", "initial.")
+    if run.config.n_blocks > 1:
+        below += ("blocks.0.memory_attention.query.",)
     for name, parameter in model.named_parameters():
-        is_lower = re.match(r"(encoder\.tome\.)?(embeddings|initial)\.", name)
+        is_lower = name.removeprefix("encoder.tome.").startswith(below)
         rate = run.settings.lower_rate if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "rate": rate, "weight_decay": decay}
@@ -496,7 +500,8 @@ def train_stage(run, stage, recipe, checkpoint=None):
                            f"a weight is not a number at step {state['step']}")
         if rank == 0:
             values = dict(recipe=recipe, encoder=stage.fingerprint, model=model.state_dict(),
-                          optimizer=optimizer.state_dict(), **state)
+                          optimizer=optimizer.state_dict(), **state,
+                          vocab=checksum(run.corpus.folder / "vocab.txt"))
             write_file(path, lambda file: torch.save(values, file))
 
     def evaluate():
@@ -513,6 +518,10 @@ def train_stage(run, stage, recipe, checkpoint=None):
         state.update(evaluated=state["step"], sums={})
 
     signals, began = [], time.time()
+
+    def stopped():
+        return int(ann.sum_over_processes(len(signals), run.device)) > 0
+
     with (tqdm(total=steps, initial=state["step"], desc=kind, disable=rank > 0) as progress,
           signals_to(lambda number, _: signals.append(number))):
         while True:
@@ -529,14 +538,16 @@ def train_stage(run, stage, recipe, checkpoint=None):
                 state["sums"][name] += value
             progress.update()
             progress.set_postfix(values, refresh=False)
-            stop = int(ann.sum_over_processes(len(signals), run.device)) > 0
+            stop = stopped()
             if stop or step == steps or step % settings.log_every == 0 or \
                     step % settings.save_every == 0:
                 save()
             if stop:
                 raise KeyboardInterrupt(f"Stopped at step {step} of {kind} and saved")
         save()              # the last evaluation decides on the best weights
-    ann.barrier()           # nobody reads the checkpoint before it is written
+        ann.barrier()       # nobody reads the checkpoint before it is written
+        if stopped():       # while it was evaluated
+            raise KeyboardInterrupt(f"Stopped after {kind}, which is saved")
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
 # TOME starts from BATCH-TOME's weights (§2.4): then its queries fit the keys in the memory. A
@@ -564,7 +575,8 @@ def new_batch_tome(run, seed=None):
         word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
         # It starts at the words' frequencies: to learn these alone takes a thousand steps.
-        tokens = run.corpus.tokens[:10 ** 7]
+        in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
+        tokens = run.corpus.tokens[in_training][:10 ** 7]
         words = tokens[run.corpus.maskable[tokens]]
         counts = np.bincount(words, minlength=run.config.vocab_size) + 1
         tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
@@ -586,7 +598,9 @@ def start_from(run, tome, start):
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     saved = {}
     if start != "scratch" and zipfile.is_zipfile(start):
-        checkpoint = read_checkpoint(Path(start))
+        checkpoint = read_checkpoint(start, "give another --start")
+        if checkpoint["vocab"] != checksum(run.corpus.folder / "vocab.txt"):
+            raise UserError(f"--start {start}: it has the vocabulary of another corpus")
         saved = checkpoint["best"] or checkpoint["model"]
     elif start != "scratch":
         _, published, lacks, unused = read_published(start, run.config)
@@ -739,7 +753,7 @@ def examples_batch(run, task, examples):
 def toy_examples(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
-    if not path.is_file():
+    if run.saved["corpus"] or not path.is_file():
         raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
     data.open_folder(path.parent, "toy world", lambda name: name == path.name)
     return path
@@ -759,14 +773,20 @@ def clozes_of(run, example, rng):
 def dev_files(path):
     """[the file of that name with "dev" for "train"], or []."""
     path = Path(path)
-    dev = path.with_name(path.name.replace("train", "dev"))
-    return [dev] if dev != path and dev.is_file() else []
+    before, found, after = path.name.rpartition("train")
+    dev = path.with_name(f"{before}dev{after}")
+    return [dev] if found and dev.is_file() else []
 
-def task_examples(run, task, path):
-    """The examples of a file that have a label, or are questions, each with its mentions."""
+def labelled_examples(path, task):
+    """The examples of a file that have a label, or are questions."""
     examples = [e for e in data.read_examples(path, task) if task == "qa" or e.label is not None]
     if not any(e.label is not None or e.answers for e in examples):
         raise UserError(f"{path}: no example has a label or an answer")
+    return examples
+
+def task_examples(run, task, path):
+    """labelled_examples, each with its mentions."""
+    examples = labelled_examples(path, task)
     missing = sum(e.mentions is None for e in examples)
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
@@ -817,8 +837,8 @@ NEW_RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set"
            "init": None, "published": None,     # a path, and what describe_published says of it
            "appended": [],                      # checksums of the files of --append
            "stages": {}}                        # of each stage: its flags, such as {"steps": 800}
-CHECKPOINT = {"recipe", "encoder", "model", "optimizer", "step", "evaluated", "sums", "best",
-              "best_score"}
+CHECKPOINT = {"recipe", "encoder", "vocab", "model", "optimizer", "step", "evaluated", "sums",
+              "best", "best_score"}
 SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
            "tome": ["corpus", "batch-tome"], "claims": ["corpus", "tome"], "qa": ["corpus", "tome"]}
 # Settings that change the weights of no stage, and those that do not change this one's: BATCH-TOME
@@ -827,7 +847,7 @@ NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entitie
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "linking_weight", "teacher_forcing", "still_given",
                            "memory_fraction", "cloze_weight", "log_every"},
-            "tome": {"cloze_weight", "log_every"}, "claims": set(), "qa": set()}
+            "tome": {"cloze_weight", "log_every"}, "claims": set(), "qa": {"cloze_weight"}}
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
            "n_upper", "n_blocks")
@@ -912,9 +932,9 @@ def is_done(checkpoint):
     """Whether a stage has made, and evaluated, its last step."""
     return checkpoint is not None and checkpoint["evaluated"] >= checkpoint["recipe"]["steps"]
 
-def read_checkpoint(path):
+def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The dictionary of a .pt file. Objects are never unpickled: a stranger's file runs no code."""
-    with intact(path):
+    with intact(path, remedy=remedy):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
         if damaged:
@@ -1012,7 +1032,9 @@ class Run:
     def sweep(self, kind):
         """Removes what earlier commands left of this kind. What cannot be removed stays."""
         for path in self.out.glob(f"{kind}-????????*"):
-            if path.name.removesuffix(".part") != self.folder(kind).name:
+            # A user's own folder, such as corpus-filtered, stays.
+            is_ours = re.fullmatch(kind + r"-[0-9a-f]{8}(\.[0-9a-f]{8})?(\.part)?", path.name)
+            if is_ours and path.name.removesuffix(".part") != self.folder(kind).name:
                 shutil.rmtree(path, ignore_errors=True)
 
     def checkpoint(self, kind):
@@ -1062,6 +1084,7 @@ def settle(args):
     that can be found are found here, before anything is written or trained: it is an error, too, if
     what is there, up to the stage named, was made by other recipes."""
     out, kind, before = Path(args.out), args.task or args.stage, NEW_RUN
+    choose_device(args.device)              # only for its error
     if (out / "run.json").exists():
         before = read_run(out).saved
     saved = before | {name: value for name, value in vars(args).items()
@@ -1074,7 +1097,7 @@ def settle(args):
         saved["text"] = checksum(corpus)
     elif args.corpus or saved["text"] is None:      # else the tokenised one will do
         raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
-    if args.init:
+    if args.init or saved["init"] and os.path.exists(saved["init"]):
         saved["published"] = describe_published(saved | {"published": None})
     run = Run(out, saved)
     flags = flags_of_stage(run, args)
@@ -1094,11 +1117,15 @@ def flags_of_stage(run, args):
              if getattr(args, name) is not None}
     for name, value in flags.items():
         check("--", name, value)
-    if args.start:
+    if args.start is not None:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-    if args.examples:
-        data.read_examples(args.examples, args.task)            # only for its errors
-        flags["examples"] = [checksum(file) for file in (args.examples, *dev_files(args.examples))]
+        if zipfile.is_zipfile(args.start):
+            read_checkpoint(args.start, "give another --start")         # only for its errors
+    if args.examples is not None:
+        files = [args.examples, *dev_files(args.examples)]
+        for file in files:
+            labelled_examples(file, args.task)                          # likewise
+        flags["examples"] = [checksum(file) for file in files]
     elif args.task and run.saved["corpus"]:
         raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
     return flags
@@ -1333,13 +1360,14 @@ def train(args):
     """The stage named, after the stages before it that are not done. --append trains nothing: it
     adds to a memory that is there."""
     run, named = settle(args), args.task or args.stage
-    if args.append:
+    if args.append is not None:
         make_memory(run.open(args.device), args.append)
         return
     prepare(run)
     run.open(args.device)
     for kind in run.stages_to(named):
         checkpoint, recipe, started = run.checkpoint(kind), run.recipe(kind), time.time()
+        ann.barrier()               # all have read what this stage may write
         if kind == "memory":
             make_memory(run)
         elif is_done(checkpoint):

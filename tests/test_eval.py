@@ -121,8 +121,9 @@ def test_a_label_that_training_lacks_is_never_predicted_until_a_later_training_h
     recipe = {"kind": "claims", "batch": 4, "n_search": None}
     model = train.finetune_stage(loaded, recipe, examples=two).model
     assert model.claim.bias[2] < -9999 and model.claim.bias[:2].abs().max() < 1
-    torch.save(dict.fromkeys(train.CHECKPOINT) | {"model": model.state_dict(), "recipe": {"format": data.FORMAT}},
-               tmp_path / "start.pt")
+    torch.save(dict.fromkeys(train.CHECKPOINT) | {
+        "model": model.state_dict(), "recipe": {"format": data.FORMAT},
+        "vocab": data.checksum(loaded.corpus.folder / "vocab.txt")}, tmp_path / "start.pt")
     model = train.finetune_stage(loaded, recipe, str(tmp_path / "start.pt"), three).model
     assert model.claim.bias.abs().max() < 1
 
