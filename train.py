@@ -425,15 +425,12 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 
 def optimizer_for(run, model, kind):
     """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
-    embeddings and layers below the memory, and TOME-2's first queries, learn at lower_rate: a
+    embeddings and layers below the memory learn at lower_rate. There they make the queries: a
     question about one fact needs no memory but the answer's, so it unlearns them (toy, seed 13:
     attention to the bridge .68 before, .01 after) before two facts are learnt, which need them."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
-    below = ("embeddings.", "initial.")
-    if run.config.n_blocks > 1:
-        below += ("blocks.0.memory_attention.query.",)
     for name, parameter in model.named_parameters():
-        is_lower = name.removeprefix("encoder.tome.").startswith(below)
+        is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
         rate = run.settings.lower_rate if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "rate": rate, "weight_decay": decay}
@@ -1146,12 +1143,10 @@ def describe_published(saved):
     if os.path.isfile(init) and not (trained and config.n_blocks == 1):
         raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
                         "--stage tome --start")
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(state[name].contiguous().numpy().tobytes())
+    files = (Path(init), Path(init, "model.safetensors"), Path(init, "pytorch_model.bin"))
+    weights = checksum(next(file for file in files if file.is_file()))
     sizes = {name: getattr(config, name) for name in (OF_BATCH_TOME if trained else OF_BERT)}
-    return {"config": sizes, "vocab": checksum(vocab), "weights": digest.hexdigest(),
-            "trained": trained}
+    return {"config": sizes, "vocab": checksum(vocab), "weights": weights, "trained": trained}
 
 def prepare(run):
     """Writes run.json, and makes the toy world and the corpus where there are none. The first
