@@ -211,6 +211,13 @@ def beside(path, name):
     found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
     return found[0] if found else None
 
+def weights_file(path):
+    """The file that holds the weights: a BERT's folder has it under one of two names."""
+    for file in (Path(path), Path(path, "model.safetensors")):
+        if file.is_file():
+            return file
+    return Path(path, "pytorch_model.bin")
+
 def read_weights(path, config):
     """(config, state): `config` with the sizes of these weights, and {our name: tensor}. May raise
     any exception; tome.read_published turns it into one sentence."""
@@ -256,11 +263,12 @@ def read_bert(folder, config):
         raise ValueError("its vocabulary is cased, and texts are read in lower case")
     config = replace(config, n_blocks=1, gelu=GELU[bert["hidden_act"]],
                      n_heads=int(bert["num_attention_heads"]))
-    if (folder / "model.safetensors").exists():
+    file = weights_file(folder)
+    if file.suffix == ".safetensors":
         from safetensors.torch import load_file         # optional: the error says if it is missing
-        tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(file)
     else:
-        tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
     places = [f"initial.layers.{i}" for i in range(n_layers - config.n_upper)]
     if not places:

@@ -54,7 +54,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision, precision_on
+from encoder import Config, beside, low_precision, precision_on, weights_file
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
@@ -286,7 +286,7 @@ def make_memory(run, file=None):
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
                      run.recipe("memory"), old_folder)
     if is_first:
-        if file:
+        if file is not None:
             write_json(run.out / "run.json", run.saved)
         run.sweep("corpus")
         run.sweep("memory")
@@ -498,7 +498,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
         if rank == 0:
             values = dict(recipe=recipe, encoder=stage.fingerprint, model=model.state_dict(),
                           optimizer=optimizer.state_dict(), **state,
-                          vocab=checksum(run.corpus.folder / "vocab.txt"))
+                          vocab=run.corpus.meta["crc32"]["vocab.txt"])
             write_file(path, lambda file: torch.save(values, file))
 
     def evaluate():
@@ -596,7 +596,7 @@ def start_from(run, tome, start):
     saved = {}
     if start != "scratch" and zipfile.is_zipfile(start):
         checkpoint = read_checkpoint(start, "give another --start")
-        if checkpoint["vocab"] != checksum(run.corpus.folder / "vocab.txt"):
+        if checkpoint["vocab"] != run.corpus.meta["crc32"]["vocab.txt"]:
             raise UserError(f"--start {start}: it has the vocabulary of another corpus")
         saved = checkpoint["best"] or checkpoint["model"]
     elif start != "scratch":
@@ -1143,10 +1143,9 @@ def describe_published(saved):
     if os.path.isfile(init) and not (trained and config.n_blocks == 1):
         raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
                         "--stage tome --start")
-    files = (Path(init), Path(init, "model.safetensors"), Path(init, "pytorch_model.bin"))
-    weights = checksum(next(file for file in files if file.is_file()))
     sizes = {name: getattr(config, name) for name in (OF_BATCH_TOME if trained else OF_BERT)}
-    return {"config": sizes, "vocab": checksum(vocab), "weights": weights, "trained": trained}
+    return {"config": sizes, "vocab": checksum(vocab), "weights": checksum(weights_file(init)),
+            "trained": trained}
 
 def prepare(run):
     """Writes run.json, and makes the toy world and the corpus where there are none. The first

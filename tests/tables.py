@@ -239,26 +239,21 @@ LAST_WORDS = """Ant Badger Crow Duck Elk Ferret Goose Heron Ibis Jackal Koala Ly
  Hare Iguana Jay Kiwi Lemur Moose Narwhal Owl Pony Rabbit Skunk Trout Vole Weasel Wren Beetle
  """.split()
 
-def renamed(text, mentions, name_of):
-    """text and mentions, with mention i shown as name_of(i) instead, or as it was if that is None;
-    a pair of names is both: "Alma Verran, whom friends call Wise Otter,"."""
-    parts, result, at, length = [], [], 0, 0
+def renamed(text, mentions, names_of):
+    """text and mentions, with mention i shown as the names_of(i) instead, or as it was if there are
+    none; two names are "Alma Verran, whom friends call Wise Otter,"."""
+    new, result, at = "", [], 0
     for i, mention in enumerate(mentions):
-        names = name_of(i) or text[mention["start"]:mention["end"]]
-        names = [names] if isinstance(names, str) else [names[0], ", whom friends call ", names[1]]
-        parts.append(text[at:mention["start"]])
-        length += len(parts[-1])
-        for j, name in enumerate(names):
-            if j != 1:
-                result.append({"start": length, "end": length + len(name),
-                               "entity": mention["entity"]})
-            parts.append(name)
-            length += len(name)
-        if len(names) > 1:
-            parts.append(",")
-            length += 1
-        at = mention["end"]
-    return "".join(parts) + text[at:], result
+        start, end = mention["start"], mention["end"]
+        new += text[at:start]
+        names = names_of(i) or [text[start:end]]
+        for name in names:
+            new += ", whom friends call " if name is not names[0] else ""
+            result.append(mention | {"start": len(new), "end": len(new) + len(name)})
+            new += name
+        new += "," if len(names) > 1 else ""
+        at = end
+    return new + text[at:], result
 
 @once
 def second_names(out, seed=0):
@@ -275,14 +270,15 @@ def second_names(out, seed=0):
         introduces = introductions[line["title"]] < 2 and bool(own)
         introductions[line["title"]] += introduces
 
-        def name_of(i):
-            entity = line["mentions"][i]["entity"]
-            is_name = line["text"][slice(*list(line["mentions"][i].values())[:2])] == entity
+        def names_of(i):
+            mention = line["mentions"][i]
+            entity = mention["entity"]
+            is_name = line["text"][mention["start"]:mention["end"]] == entity
             if introduces and entity == line["title"]:
-                return (entity, second[entity]) if i == own[0] else None
-            return second[entity] if is_name and rng.random() < .25 else None
+                return [entity, second[entity]] if i == own[0] else []
+            return [second[entity]] if is_name and rng.random() < .25 else []
 
-        line["text"], line["mentions"] = renamed(line["text"], line["mentions"], name_of)
+        line["text"], line["mentions"] = renamed(line["text"], line["mentions"], names_of)
     folder.mkdir(parents=True, exist_ok=True)
     data.write_lines(folder / "corpus.jsonl", lines)
     for split in ("train", "dev", "test", "unseen"):
@@ -290,7 +286,7 @@ def second_names(out, seed=0):
             asked = []
             for line in examples[f"qa.one_hop.{split}"]:
                 text, mentions = renamed(line["question"], line["mentions"], lambda i: (
-                    second[line["subject"]] if rng.random() < share else None))
+                    [second[line["subject"]]] if rng.random() < share else []))
                 asked.append(line | {"question": text, "mentions": mentions})
             data.write_lines(folder / f"{which}.{split}.jsonl", asked)
     return folder, second
@@ -301,12 +297,12 @@ def attention_by_name(folder, second, n=1000):
     their entity by its first name}, and with kind "… alone": without the passages that introduce
     the second name."""
     run, tome, memory = training.open_run(folder)
-    corpus, names = run.corpus, run.corpus.entity_names
+    corpus, first = run.corpus, run.corpus.entity_names
     shown = [corpus.show_mention(m, 0).rpartition("[")[2][:-1] for m in
              range(len(corpus.mention_entity))]
-    is_second = np.array([text == second.get(names[e])
+    is_second = np.array([text == second.get(first[e])
                           for text, e in zip(shown, corpus.mention_entity)])
-    is_first = np.array([text == names[e] for text, e in zip(shown, corpus.mention_entity)])
+    is_first = np.array([text == first[e] for text, e in zip(shown, corpus.mention_entity)])
     passage = corpus.passage_of(np.arange(len(shown)))
     both = {(p, e) for p, e, is_it in zip(passage, corpus.mention_entity, is_second) if is_it}
     both &= {(p, e) for p, e, is_it in zip(passage, corpus.mention_entity, is_first) if is_it}
@@ -329,7 +325,8 @@ def attention_by_name(folder, second, n=1000):
                 result[kind + label, name] = float(np.mean(masses))
     return result
 
-def second(out, seeds):
+def names(out, seeds):
+    @once
     def folder():
         where, _ = second_names(out)
         return train(out / "second-names", "--stage", "tome", "--corpus", where / "corpus.jsonl")
@@ -339,12 +336,14 @@ def second(out, seeds):
         return attention_by_name(folder(), second_names(out)[1])
 
     @once
-    def answers(name, kind):
+    def asked():
         where, _ = second_names(out)
-        asked = train(out / "second-names-qa", "--stage", "finetune", "--task", "qa", "--examples",
-                      where / "mixed.train.jsonl", "--steps", 800, base=folder())
-        tests = where / f"{name}.{'test' if kind == 'seen' else kind}.jsonl"
-        return [evaluate(asked, "--task", "qa", "--examples", tests)["qa"]["memory"]]
+        return train(out / "second-names-qa", "--stage", "finetune", "--task", "qa", "--examples",
+                     where / "mixed.train.jsonl", "--steps", 800, base=folder())
+
+    def answers(name, kind):
+        tests = second_names(out)[0] / f"{name}.{'test' if kind == 'seen' else kind}.jsonl"
+        return [evaluate(asked(), "--task", "qa", "--examples", tests)["qa"]["memory"]]
 
     rows = [["a mention that uses", "the first name: seen", "unseen", "the second name: seen",
              "unseen"]]
@@ -371,7 +370,7 @@ TABLES = {
     "initialisation": partial(ablation, [], [           # app. B.6
         ("from BATCH-TOME", "tome-1"), ("from scratch", "from-scratch"),
         ("from the warm-up Transformer", "from-warm-up")]),
-    "retrieved": retrieved, "second-names": second}
+    "retrieved": retrieved, "second-names": names}
 SEEDED = ("claims", "questions", "recall")
 
 def filled(tables):

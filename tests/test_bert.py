@@ -484,8 +484,7 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
                        entity=torch.tensor([1, 2, 1, 3]), is_target=torch.zeros(2, 32, dtype=torch.bool),
                        label=nothing[:2], mention=nothing, answer=nothing)
     batch.is_target[[0, 1], [3, 8]] = True
-    run = SimpleNamespace(settings=settings, init=None, config=tome.config)
-    optimizer = train.optimizer_for(run, model, "batch-tome")
+    optimizer = train.optimizer_for(SimpleNamespace(settings=settings, init=None), model, "batch-tome")
     before = [p.detach().clone() for p in model.parameters()]
     H, _ = model.train()(batch)
     z = model.coref(H, batch.row, batch.start, batch.end)

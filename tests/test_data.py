@@ -824,10 +824,10 @@ def test_names_are_found_by_longest_match_on_whole_words():
     assert [(text[m.start:m.end], m.entity) for m in found] == [
         ("new york city", "New_York_City"), ("York", "York"), ("st. john's", "St._John's"),
         ("Mercury", "Mercury_(planet)"), ("ÎLE DE FRANCE", "Île_de_France")]
-    for text, names in (("İzmir, 4", ["İzmir"]), ("to Ob_1", ["Ob_1"]), ("Cafe\u0301s", ["Cafe"]),
-                        ("रामायण", ["राम"]), ("राम", ["राम"]), ("a Cafe\u0301", ["Cafe\u0301"])):
-        found = [m.entity for m in data.find_mentions(text, data.name_index(names))]
-        assert found == (names if text not in ("Cafe\u0301s", "रामायण") else [])
+    for text, name, is_there in (("İzmir, 4", "İzmir", True), ("to Ob_1", "Ob_1", True), ("राम", "राम", True),
+                                 ("a Cafe\u0301", "Cafe\u0301", True), ("Cafe\u0301s", "Cafe", False),
+                                 ("रामायण", "राम", False)):
+        assert [m.entity for m in data.find_mentions(text, data.name_index([name]))] == [name] * is_there
     assert data.find_mentions("nothing", {}) == [] and data.find_mentions("", data.name_index(names)) == []
 
 
