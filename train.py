@@ -130,7 +130,7 @@ PRESETS = {
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
-        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.25, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),

@@ -8,6 +8,7 @@ tests/test_faults.py runs a few faults of each kind. A fault is injected into a 
 runs a user's command on a very small model. Whatever happens to it, the same command is given
 again, and the folder is compared, file by file, with that of a run to which nothing happened.
 """
+import gc
 import io
 import itertools
 import json
@@ -614,15 +615,19 @@ def resident():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
 
+def n_tensors():
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
 def leak(reference, steps=5000):
-    """Own memory in MB after a fifth of the steps of a training run, after half and at its end."""
+    """(Own memory in MB, number of tensors) after a fifth of the steps of a training run, after half and at its end."""
     out, seen, count = reference.fresh("batch-tome"), [], itertools.count(1)
     real = torch.optim.AdamW.step
 
     def step(*args, **kwargs):
         n = next(count)
         if n in (steps // 5, steps // 2, steps):
-            seen.append(round(resident(), 1))
+            gc.collect()
+            seen.append((round(resident(), 1), n_tensors()))
         return real(*args, **kwargs)
 
     schedule = {**MICRO["schedule"], "batch-tome": train.Schedule(steps, 1e-3, 10, 2)}
@@ -678,7 +683,7 @@ def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
             title(f"  {what}: " + ", ".join(f"{n} {how}" for how, n in c.items()))
     if "leak" in parts:
         title("5,000 steps: own memory after 1,000, 2,500 and 5,000 of them")
-        title(f"  {leak(reference)} MB")
+        title(f"  {leak(reference)} (MB, tensors)")
     shutil.rmtree(folder)
     print("\n".join(wrong) or "nothing lost")
     return bool(wrong)

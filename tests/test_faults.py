@@ -505,5 +505,8 @@ def test_no_link_is_followed(reference, small, tmp_path):
 @slow
 def test_nothing_leaks(reference, small):
     faults.leak(reference, steps=500)       # oneDNN makes a kernel for each new shape and keeps it
-    early, _, late = faults.leak(reference, steps=500)
-    assert late - early < 8
+    early, half, late = faults.leak(reference, steps=500)
+    assert late[1] == half[1]               # tensors
+    # A leak of 64 KB a step (a batch and what is made of it takes more) would show; what an allocator
+    # takes when is a matter of 15 MB either way.
+    assert late[0] - early[0] < 25
