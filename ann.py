@@ -155,13 +155,9 @@ def assign(points, centroids):
     return cluster
 
 @torch.no_grad()
-def kmeans(points, n_clusters, n_iters=10, seed=0, init=None):
+def kmeans(points, init, n_iters=10):
     """Lloyd's k-means: centroids (C, d), each point's nearest one (N,). No cluster is empty.
-    points (N, d), C = min(n_clusters, N). Starts at init (C, d), or at points chosen by seed."""
-    if init is None:
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(points), generator=generator)
-        init = points[order[:n_clusters].to(points.device)]
+    points (N, d); init (C, d): the centroids to start from, C <= N."""
     centroids = init.float().clone()
     cluster = assign(points, centroids)
     for _ in range(n_iters):
@@ -181,8 +177,7 @@ class BucketedIndex:
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
         sample = keys[order[:SAMPLE * n_clusters].to(keys.device)].float()
         sample = F.normalize(sample.nan_to_num(0, 0, 0))        # one NaN would spoil all centroids
-        self.centroids = F.normalize(
-            kmeans(sample, n_clusters, init=sample[:n_clusters])[0])            # (C, d)
+        self.centroids = F.normalize(kmeans(sample, sample[:n_clusters])[0])     # (C, d)
         # To centroids of one length, the nearest is the one of largest dot product.
         bucket = nearest(keys, self.centroids)[1]
         self.count = torch.bincount(bucket, minlength=len(self.centroids))               # (C,)

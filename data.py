@@ -52,7 +52,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 14             # version of the files in a run folder; others are refused
+FORMAT = 15             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -194,7 +194,7 @@ def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
     a linked mention all others of its entity in the passage are masked, too."""
     batch = corpus_batch(corpus, passages)
     tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
-    kept = np.arange(len(batch.row))        # owner has these numbers; from here on others have not
+    kept = np.arange(len(batch.row))        # of each mention of the batch: its number in `owner`
     if max_mentions is not None and len(kept) > max_mentions * len(tokens):
         kept = np.sort(rng.choice(len(kept), max_mentions * len(tokens), replace=False))
         batch = replace(batch, **{name: getattr(batch, name)[kept] for name in MENTIONS})
@@ -227,7 +227,7 @@ def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the mentions in held-out passages that only a memory can fill in.
 
     Each is linked; it is its entity's only one in the passage; another passage, held out or not,
-    links this entity too; and the entity is not the article's title, which most of it names."""
+    links this entity too; and it is not the article's title, which most of its passages name."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)
@@ -366,13 +366,12 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
     """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4.4).
 
-    task: "claims", "qa" or None. entity_index: name -> number. Among the claims
+    task: "claims", "qa", or None: only texts. entity_index: name -> number. Among the claims
     may stand clozes: true claims with one entity hidden, which have that entity as answer instead
     of a label. All its mentions are replaced by [MASK], and the first of them is asked for.
     What is behind max_length positions is cut off."""
-    passages = example_passages(examples, task, tokenizer, max_length)
     special = special_ids(tokenizer)
-    batch = collate(list(passages), special)
+    batch = collate([*example_passages(examples, task, tokenizer, max_length)], special)
     batch.tokens = batch.unmasked.clone()
     batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
     asked = set()                                               # rows with an answer
@@ -680,11 +679,9 @@ def read_examples(path, task) -> list:
         text = field(record, "question" if task == "qa" else "text", [str])
         answers = field(record, "answers", [list]) if task == "qa" else []
         label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
-        if label is not None:
-            label = CLAIM_LABELS.index(label)
-        mentions = read_mentions(record, text)
-        return Example(text, mentions, label, [str(answer) for answer in answers if answer],
-                       record)
+        label = None if label is None else CLAIM_LABELS.index(label)
+        answers = [str(answer) for answer in answers if answer]
+        return Example(text, read_mentions(record, text), label, answers, record)
 
     examples = list(read_records(path, make))
     if not examples:

@@ -35,7 +35,7 @@ class Config:
     n_upper: int = 8
     n_blocks: int = 1
     # Sizes of keys, values and coreference encodings. k: memories that a mention attends to, the
-    # best of at least k_shard that each process offers; k_answer, k_answer_shard: so in eq. 10.
+    # best of at least k_shard that each process offers; k_answer, k_answer_shard: those of eq. 10.
     key_dim: int = 128
     value_dim: int = 512
     coref_dim: int = 512
@@ -175,7 +175,7 @@ def init_weights(module, std):
 
 # Columns: our name; BERT's, where it has one; the paper's code's. The last two rows are endings, of
 # both. Names are replaced from top to bottom: a name stands above one that it contains.
-NAMES = [row.split() for row in """
+WEIGHT_NAMES = [row.split() for row in """
 embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
 embeddings.segment         embeddings.token_type_embeddings      embedder.embedders_segment_ids
@@ -208,15 +208,13 @@ GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # BE
 def beside(path, name):
     """The file of that name in the folder `path`, or in up to two folders above it; else None."""
     path = Path(path).absolute()
-    found = [folder / name for folder in (path, *path.parents[:2]) if (folder / name).is_file()]
-    return found[0] if found else None
+    files = (folder / name for folder in (path, *path.parents[:2]))
+    return next(filter(Path.is_file, files), None)
 
 def weights_file(path):
     """The file that holds the weights: a BERT's folder has it under one of two names."""
-    for file in (Path(path), Path(path, "model.safetensors")):
-        if file.is_file():
-            return file
-    return Path(path, "pytorch_model.bin")
+    files = Path(path), Path(path, "model.safetensors"), Path(path, "pytorch_model.bin")
+    return next(filter(Path.is_file, files), files[-1])
 
 def read_weights(path, config):
     """(config, state): `config` with the sizes of these weights, and {our name: tensor}. May raise
@@ -225,7 +223,7 @@ def read_weights(path, config):
     config, tensors = read(Path(path), config)
     state = {}
     for name, tensor in tensors.items():
-        for ours, *others in NAMES:
+        for ours, *others in WEIGHT_NAMES:
             for theirs in others:
                 name = name.replace(theirs, ours)
         state[name] = tensor.float()
@@ -274,9 +272,8 @@ def read_bert(folder, config):
     if not places:
         raise ValueError(f"of {n_layers} layers none is left below the {config.n_upper} of n_upper")
     places += [f"blocks.0.transformer.layers.{i}" for i in range(config.n_upper)]
-    tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
-    return config, {re.sub(r"encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])], name):
-                    tensor for name, tensor in tensors.items()}
+    return config, {re.sub(r"encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])],
+                           name.removeprefix("bert.")): tensor for name, tensor in tensors.items()}
 
 def read_flax(file, config):
     """Reads a BATCH-TOME or TOME from a message pack: nested maps whose leaves are [shape, type,

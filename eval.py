@@ -51,7 +51,8 @@ def masked_mention_figures(run, tome, memory, n=1000):
     if not run.is_baseline:
         emptied, alone = train.masked_mentions(run, tome, memory.sample(0), mentions)
         shuffled, _ = train.masked_mentions(run, tome, memory.shuffled(), mentions)
-        pairs, kind_of = (mentions, shares, alone), run.entity_kind[corpus.mention_entity[mentions]]
+        pairs = mentions, shares, alone
+        group_of = run.entity_group[corpus.mention_entity[mentions]]
         queries = [(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
                     [corpus.passage_of(m)]) for m in mentions]
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
@@ -59,12 +60,12 @@ def masked_mention_figures(run, tome, memory, n=1000):
         n_mentions = cell.pop("n")
         if pairs:
             cell |= {"emptied": emptied[kind]["accuracy"], "shuffled": shuffled[kind]["accuracy"]}
-            gains = (shares - alone)[kind_of == i]
+            gains = (shares - alone)[group_of == i]
             if n_mentions > 1:
                 half = 1.96 * gains.std(ddof=1) / n_mentions ** 0.5
                 cell["gain"] = [gains.mean() + x for x in (0, -half, half)]
             for name, last in (("bm25_entity", 1), ("bm25_entity@20", 20)):
-                cell[name] = (ranks[kind_of == i] <= last).sum() / max(n_mentions, 1)
+                cell[name] = (ranks[group_of == i] <= last).sum() / max(n_mentions, 1)
         if n_mentions == 0:
             cell = dict.fromkeys(cell)
         mass = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
@@ -80,7 +81,7 @@ def task_figures(run, tome, memory, task, path=None):
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
     for hops, kinds in figures.items():
         for kind, split in (("seen", "test"), ("unseen", "unseen")):
-            path = train.toy_examples(run, task, hops, split)
+            path = train.toy_file(run, task, hops, split)
             kinds[kind] = task_figures(run, tome, memory, task, path)
         cells += kinds.values()
     for name in sorted({"recall@20", "bm25_recall@20"} & cells[0].keys()):
@@ -136,20 +137,20 @@ def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
 
     Token t of a query stands in df of n passages and tf times in p; norm grows with p's length."""
     P, n, ranks = len(corpus.article), len(set(passages)), []
-    place = np.repeat(np.arange(P), np.diff(corpus.passage_start))              # of each token
-    kept = np.isin(place, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
-    postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + place[kept],
+    passage = np.repeat(np.arange(P), np.diff(corpus.passage_start))            # of each token
+    kept = np.isin(passage, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
+    postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + passage[kept],
                              return_counts=True)
-    token, place = np.divmod(postings, P)                                       # token after token
+    token, passage = np.divmod(postings, P)                                     # token after token
     first = np.searchsorted(token, np.arange(corpus.vocab_size + 1))
-    norm = k1 * (1 - b + b * np.bincount(place, tf, P) * n / max(tf.sum(), 1))  # (P,)
+    norm = k1 * (1 - b + b * np.bincount(passage, tf, P) * n / max(tf.sum(), 1))  # (P,)
     df = np.bincount(token)[token]
-    terms = np.log1p((n - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + norm[place])
+    terms = np.log1p((n - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + norm[passage])
     for tokens, right, own in queries:
         scores = np.zeros(P)
         for t, count in zip(*np.unique(tokens, return_counts=True)):
             of_token = slice(first[t], first[t + 1])
-            scores[place[of_token]] += terms[of_token] * count
+            scores[passage[of_token]] += terms[of_token] * count
         scores[own] = 0
         votes = np.zeros(len(corpus.entity_names))
         for p in np.argsort(-scores, kind="stable")[:k]:
@@ -183,11 +184,11 @@ def show(run, tome, memory, task, item):
         text, batch, task = corpus.show_mention(item), data.eval_batch(corpus, [item]), None
         words = {item: data.MASK}                       # of the mentions to be shown
     batch = batch.to(run.device)
-    H, layers = tome.eval()(batch.tokens, batch.attention_mask, batch, memory)
+    H, retrieved = tome.eval()(batch.tokens, batch.attention_mask, batch, memory)
     found = []                      # what it is called, Retrieved, which of its rows
     for m, i in enumerate(batch.mention.tolist()):
         if i in words:
-            found += [(f"{words[i]}, layer {n}", layer, m) for n, layer in enumerate(layers, 1)]
+            found += [(f"{words[i]}, layer {n}", layer, m) for n, layer in enumerate(retrieved, 1)]
     if task == "claims":
         said = data.CLAIM_LABELS[claim_logits(tome, H, batch)[0].argmax()]
     elif task == "qa":
@@ -197,10 +198,10 @@ def show(run, tome, memory, task, item):
     else:
         said = run.tokenizer.decode(tome.mlm_logits(H, batch.is_target).argmax(-1).tolist())
     train.say(f"\n{text}")
-    for name, retrieved, m in found:
+    for name, what, m in found:
         train.say(f"  {name}")
-        weights = attention_weights(retrieved.scores[m]).tolist()
-        for weight, row in zip(weights[:3], retrieved.ids[m].tolist()):
+        weights = attention_weights(what.scores[m]).tolist()
+        for weight, row in zip(weights[:3], what.ids[m].tolist()):
             if weight > 0:
                 train.say(f"    {weight:.2f}  {corpus.show_mention(memory.mention[row].item())}")
     if task or batch.is_target.any():
@@ -233,10 +234,10 @@ def main(argv=None):
     parser.add_argument("--memory-fraction", type=float, default=1.0, help="keep a share of it")
     parser.add_argument("--n-search", type=data.at_least(1), help="buckets (default: exact search)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--json", action="store_true", help="print the figures as a JSON object")
-    kind.add_argument("--show", nargs="?", const="5", metavar="N|TEXT", help="what these retrieve")
-    kind.add_argument("--ask", metavar="TEXT", help="answer a question or judge a claim")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print the figures as a JSON object")
+    output.add_argument("--show", nargs="?", const="5", metavar="N|TEXT", help="what they retrieve")
+    output.add_argument("--ask", metavar="TEXT", help="answer a question or judge a claim")
     args = parser.parse_args(argv)
     if args.ask is not None:
         args.task, args.show = args.task or "qa", args.ask or " "

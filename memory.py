@@ -8,7 +8,7 @@
     Value(m) = sum_i alpha_i MemValue(i)                                              eq. 8
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
-Four memories offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
+Four classes offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
 §2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); GivenMemory, the same with
 teacher forcing (preset mini); EntityTable, a baseline.
 M is the number of mentions that ask, N that of memories, K that of retrieved ones."""
@@ -170,7 +170,7 @@ class GivenMemory(MentionMemory):
         vars(self).update(vars(memory))
         self.others_search = False
         entity = ann.gather(self.entity)
-        self.count = torch.bincount(entity, minlength=n_entities)           # (E,)
+        self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
         self.first = self.count.cumsum(0) - self.count
         # Rows of all processes, entity after entity. One place more: `first` of the last entities
         # points behind all rows if they have none.
@@ -213,7 +213,7 @@ class MemoryAttention(nn.Module):
         return self.norm(H), found
 
 @torch.no_grad()
-@np.errstate(over="ignore")         # build_memory refuses what is not finite
+@np.errstate(over="ignore")     # too much for float16 is inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """Memory rows of the linked mentions of these passages (their numbers, at least one),
     from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus. corpus: a
@@ -232,14 +232,14 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
         batch = data.corpus_batch(corpus, passages[left[:n]]).to(device)
         left = left[n:]
         mentions = (batch.row, batch.start, batch.end, batch.entity, batch.passage, batch.mention)
-        row, start, end, *ids = (x[batch.entity > 0] for x in mentions)
+        row, start, end, *numbers = (x[batch.entity > 0] for x in mentions)
         with low_precision(encoder.config, device):
             keys, values = encoder(batch.tokens, batch.attention_mask, row, start, end)
-        parts.append([x.cpu() for x in (keys.float(), values.float(), *ids)])
+        parts.append([x.cpu() for x in (keys.float(), values.float(), *numbers)])
     rows = [torch.cat(part).numpy() for part in zip(*parts)]
     order = np.argsort(rows[-1])                                    # by mention
-    keys, values, *ids = (array[order] for array in rows)
-    return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *ids)))
+    keys, values, *numbers = (array[order] for array in rows)
+    return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
 # ==== Set apart: files ============================================================================
 # Plain .npy arrays by shard, so that any number of processes writes the same files.
@@ -298,7 +298,6 @@ def load_memory(folder, fingerprint=None, device="cpu"):
     rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
     for name in ARRAYS:
         with data.intact(f"{folder}/{name}-*.npy"):             # np.load unpickles nothing
-            paths = [Path(folder, f"{name}-{shard:05d}.npy") for shard in shards]
-            first, *parts = (np.load(path, "r") for path in paths)
+            first, *parts = (np.load(f"{folder}/{name}-{i:05d}.npy", "r") for i in shards)
             rows[name] = np.concatenate([first[:0], *parts])    # a process may have no shard
     return MentionMemory(**rows, device=device)

@@ -60,11 +60,11 @@ class TOME(nn.Module):
     def read_blocks(self, H, attention_mask, mentions=None, memory=None):
         """H0 -> H_L (B, T, hidden), and a list of each block's Retrieved, or None (eq. 5).
         mentions: a Batch, or anything with row, start, end, passage (M,)."""
-        layers = []
+        retrieved = []
         for block in self.blocks:
             H, found = block(H, attention_mask, mentions, memory)
-            layers.append(found)
-        return H, layers
+            retrieved.append(found)
+        return H, retrieved
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
         H0 = self.read_initial(tokens, attention_mask)
@@ -108,7 +108,7 @@ class BatchTOME(nn.Module):
         init_weights(self.coref.linear, tome.config.init_std)
 
     @property
-    def tome(self):
+    def tome(self):                 # an attribute would be saved a second time
         return self.encoder.tome
 
     def forward(self, batch):
@@ -151,8 +151,7 @@ def coreference_loss(z, entity, passage):
     elsewhere = passage[:, None] != all_passage
     same = entity[:, None] == all_entity
     positive = elsewhere & same
-    least = torch.finfo(scores.dtype).min       # -inf would give NaN where there is no negative
-    negatives = scores.masked_fill(~(elsewhere & ~same), least).logsumexp(-1)   # (M,)
+    negatives = scores.masked_fill(~(elsewhere & ~same), -torch.inf).logsumexp(-1)      # (M,)
     mention, other = positive.nonzero(as_tuple=True)                            # (pairs,)
     # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
     losses = F.softplus(negatives[mention] - scores[mention, other])
@@ -233,11 +232,13 @@ def fit_retrieval(model, batches, self_score=20.0):
         # [H_s; H_e], (m, 2 hidden) each: what queries, answers and keys are made from.
         spans = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
         rows.append((*spans, batch.entity[linked]))
-    of_queries, of_answers, X, entity = map(torch.cat, zip(*rows))      # (m, 2 hidden) each, (m,)
-    if len(X) < 2:
+    # (m, 2 hidden) each, and (m,)
+    of_queries, of_answers, of_keys, entity = map(torch.cat, zip(*rows))
+    if len(of_keys) < 2:
         return
-    key, mean = model.encoder.key.linear, X.mean(0)
-    variance, direction = torch.linalg.eigh((X - mean).T @ (X - mean) / len(X))         # rising
+    key, mean = model.encoder.key.linear, of_keys.mean(0)
+    covariance = (of_keys - mean).T @ (of_keys - mean) / len(of_keys)
+    variance, direction = torch.linalg.eigh(covariance)                         # rising
     n = min(len(key.weight), len(variance))
     # What is added keeps directions of almost no variance from being blown up.
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
@@ -245,7 +246,7 @@ def fit_retrieval(model, batches, self_score=20.0):
     W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
     key.weight.copy_(W)
     key.bias.copy_(-W @ mean)
-    keys = (X - mean) @ W.T                                                     # (m, d_K)
+    keys = (of_keys - mean) @ W.T                                                     # (m, d_K)
     _, which, count = entity.unique(return_inverse=True, return_counts=True)
     total = torch.zeros_like(keys).index_add(0, which, keys)[which]
     wanted = total / count[which, None]                                         # (m, d_K)

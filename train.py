@@ -4,7 +4,7 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         (TOME-2; mini: + linking)
+                                                                         (mini: + linking)
     finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
                                                   or questions           mention that is asked for
 
@@ -62,7 +62,7 @@ from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_predic
 
 # Entities are seen: linked in a training passage; unseen: in none; or withheld: linked there, but
 # named by no loss of pre-training, and not in the memory that tome trains with.
-KINDS = ("seen", "unseen", "withheld")
+GROUPS = ("seen", "unseen", "withheld")
 
 @dataclass
 class Schedule:
@@ -101,13 +101,13 @@ class Settings:
     lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
                                     # the memory: with --init always, else in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    linking_weight: float = 0.0     # of linking in TOME-1; TOME-2's and EaE's is entity_weight
+    linking_weight: float = 0.0     # of linking in tome; in EaE it is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
     still_given: float = 0.0        # share of mentions that are given memories in all later steps
     log_every: int = 1000           # steps between evaluations, and lines of the log
     save_every: int = 1000
-    eval_mentions: int = 1000       # of each of KINDS
+    eval_mentions: int = 1000       # of each of GROUPS
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
@@ -138,16 +138,16 @@ PRESETS = {
 }
 
 # ---- The stages ----------------------------------------------------------------------------------
-# Each but `memory` is a model, its batches and its losses; one loop, further down, serves all. A
-# loss is this process's part of the mean over the whole batch: the sum of all processes' gradients
-# is then the gradient of the whole batch, whatever their number.
+# Each but `memory` (memory.encode_passages) is a model, its batches and its losses; one loop,
+# further down, serves all. A loss is this process's part of the mean over the whole batch: the sum
+# of all processes' gradients is then the gradient of the whole batch, whatever their number.
 #
 # `run` is an open run folder (class Run, below):
 #
 #     settings, config, seed      Settings; Config (batch_tome_config: with one memory layer)
 #     corpus, tokenizer, device
-#     is_withheld, entity_kind    (E,) of entities: whether withheld; its index into KINDS
-#     init, is_published          a path to published weights; whether BATCH-TOME is among them
+#     is_withheld, entity_group   (E,) of entities: whether withheld; index into GROUPS
+#     init, has_batch_tome        a path to published weights; whether these are a BATCH-TOME's
 #     is_baseline                 it has no mention memory
 #     out, saved, folder(kind)    its folder; what run.json holds; where a corpus or memory lies
 #
@@ -169,10 +169,8 @@ def endless(order):
     array of items; all have one length. Computed from the step, so no position is saved."""
     order = lru_cache(maxsize=2)(order)
     length = len(order(0))
-
-    def at(step, n):
-        return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
-    return at
+    return lambda step, n: np.array([order(i // length)[i % length]
+                                     for i in range(step * n, step * n + n)])
 
 def epochs_of(run, number, items):
     """Epochs of these items in random order. number: which of the run's random streams this is."""
@@ -213,10 +211,8 @@ def batch_tome_stage(run, recipe):
     count = corpus.entity_count
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
-    if (run.out / "batch-tome.pt").exists():        # its weights come from there
-        model = BatchTOME(TOME(run.batch_tome_config))
-    else:
-        model = new_batch_tome(run)
+    is_begun = (run.out / "batch-tome.pt").exists()         # then its weights come from there
+    model = BatchTOME(TOME(run.batch_tome_config)) if is_begun else new_batch_tome(run)
     fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
 
     def evaluate():
@@ -267,33 +263,6 @@ def batch_tome_stage(run, recipe):
     return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 1, step),
                  losses, evaluate, before_step=before_step)
 
-def make_memory(run, file=None):
-    """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
-    without training. run.json names the run's corpus, so it is written last."""
-    encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
-    is_first = ann.rank_and_size()[0] == 0
-    if file is not None and checksum(file) not in run.saved["appended"]:
-        needs(run.folder("memory").exists(), run.folder("memory"), "memory")
-        old, old_folder, n = run, run.folder("memory"), len(run.corpus.article)
-        run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
-        if is_first:
-            make_corpus(run, file, old)
-        ann.barrier()
-        run.open(old.device.type)
-        say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
-    folder = run.folder("memory")
-    if not folder.exists():
-        build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
-                     run.recipe("memory"), old_folder)
-    if is_first:
-        if file is not None:
-            write_json(run.out / "run.json", run.saved)
-        run.sweep("corpus")
-        run.sweep("memory")
-    ann.barrier()
-    about = data.open_folder(folder, "memory", wanted=lambda name: False)   # whether all are there
-    say(f"memory: {about['n']:,} linked mentions in {folder}.")
-
 def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     weight, config = run.settings.entity_weight, run.config
@@ -315,9 +284,7 @@ def tome_stage(run, recipe, start=None):
         given = GivenMemory(training_memory, len(run.corpus.entity_names))
     items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
-    linking_weight = run.settings.linking_weight
-    if config.n_blocks > 1 or config.memory == "entities":
-        linking_weight = weight
+    linking_weight = weight if run.is_baseline else run.settings.linking_weight
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
@@ -333,11 +300,11 @@ def tome_stage(run, recipe, start=None):
         if given_share > 0:
             is_given = torch.rand(len(named), device=named.device) < given_share
             given.wanted, given.others_search = torch.where(is_given, named, 0), not all_given
-            asked_for = torch.where(is_given, 0, named)     # else z, made from what it read
+            asked_for = torch.where(is_given, 0, named)     # a given one's z has read the answer
             attended = given
         with torch.set_grad_enabled(not all_given):
             H0 = model.read_initial(batch.tokens, batch.attention_mask)
-        H, layers = model.read_blocks(H0, batch.attention_mask, batch, attended)
+        H, retrieved = model.read_blocks(H0, batch.attention_mask, batch, attended)
         mlm = mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         if all_given:
             return {"mlm": (1.0, mlm)}
@@ -345,11 +312,11 @@ def tome_stage(run, recipe, start=None):
         entity = entity_prediction_loss(found.scores, found.entity, asked_for)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (In the paper only Entities as Experts
-        # has it.) For MLM one retrieval is enough: from its loss alone, TOME-2's second layer stops
-        # finding the entity. TOME-1's query is made before anything is read: there mentions that
-        # are given memories count, too.
-        if linking_weight and layers[-1] is not None:
-            found = given.found if given_share > 0 else layers[-1]  # given.found: had they searched
+        # has it.) TOME-1's query is made before anything is read: there mentions that are given
+        # memories count, too.
+        if linking_weight and retrieved[-1] is not None:
+            # given.found: what would have been found by a search
+            found = given.found if given_share > 0 else retrieved[-1]
             asked_for = named if config.n_blocks == 1 else asked_for
             linking = entity_prediction_loss(found.scores, found.entity, asked_for)
             result["linking"] = (linking_weight, linking)
@@ -360,6 +327,7 @@ def tome_stage(run, recipe, start=None):
 
 def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
+    start, examples: paths.
 
     Each batch of claims adds equally many clozes: true claims with one entity masked. The answer
     head and the last memory layer have to find it. Labels alone hardly teach what to
@@ -368,7 +336,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     model, fingerprint = load_model(run)
     memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     start_from(run, model, start)
-    path = examples or toy_examples(run, task, split="train")
+    path = examples or toy_file(run, task, split="train")
     training, dev = read_task_examples(run, task, path)
     clozes = []
     if task == "claims":
@@ -394,8 +362,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
     def losses(batch, step):
         """Labels of claims from the mean of their mentions (claim_logits). Answers, also of clozes,
         by eq. 10 with z of the answer head as query ("answer"); of clozes once more with the query
-        of the last memory layer ("asked"): so it learns what to retrieve."""
-        H, layers = model(batch.tokens, batch.attention_mask, batch, training_memory)
+        of the last memory layer ("linking"): so it learns what to retrieve."""
+        H, retrieved = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result = {}
         if task == "claims":
             known = batch.label >= 0
@@ -407,10 +375,10 @@ def finetune_stage(run, recipe, start=None, examples=None):
             answer = batch.answer[asked]
             found = retrieve_answer(model, H, batch, training_memory, asked)
             result["answer"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
-        if clozes and layers[-1] is not None:
-            found = training_memory.retrieve(layers[-1].query[asked], batch.passage[asked],
+        if clozes and retrieved[-1] is not None:
+            found = training_memory.retrieve(retrieved[-1].query[asked], batch.passage[asked],
                                              run.config.k_answer, run.config.k_answer_shard)
-            result["asked"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
+            result["linking"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
         return result
 
     return Stage(model, next_batch, losses, lambda: {
@@ -425,9 +393,10 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 
 def optimizer_for(run, model, kind):
     """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
-    embeddings and layers below the memory learn at lower_rate. There they make the queries: a
-    question about one fact needs no memory but the answer's, so it unlearns them (toy, seed 13:
-    attention to the bridge .68 before, .01 after) before two facts are learnt, which need them."""
+    embeddings and layers below the memory learn at lower_rate. These make the queries. A question
+    about one fact needs no memory but the answer's, so training wears the queries away (toy, seed
+    13: attention to the bridge .68 before, .01 after) before two facts are learnt, which need them.
+    """
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
@@ -562,12 +531,12 @@ def new_batch_tome(run, seed=None):
     model.load_state_dict(state, strict=False)
     say_of_file(run.init, lacks, unused)
     tome, special = model.tome, run.corpus.special
-    if run.is_published:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z matches keys
+    if run.has_batch_tome:
+        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
     # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
     # quotation mark, which also surrounds names.
     quote = run.tokenizer.token_to_id('"')
-    if quote is not None and not run.is_published:
+    if quote is not None and not run.has_batch_tome:
         word = tome.embeddings.word.weight.data
         word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
@@ -654,10 +623,10 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         part = mentions[first:first + batch_size]                                       # (B,)
         batch = data.eval_batch(run.corpus, part).to(device)
         B, asked = len(part), torch.from_numpy(part).to(device)[batch.row] == batch.mention
-        H, layers = tome(batch.tokens, batch.attention_mask, batch, memory)
+        H, retrieved = tome(batch.tokens, batch.attention_mask, batch, memory)
         mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
-        if layers[-1] is not None:
-            mass = (layers[-1].weights * (layers[-1].entity == batch.entity[:, None])).sum(-1)
+        if retrieved[-1] is not None:
+            mass = (retrieved[-1].weights * (retrieved[-1].entity == batch.entity[:, None])).sum(-1)
         filled = tome.mlm_logits(H, batch.is_target).argmax(-1)                         # (L,)
         right = filled == batch.unmasked[batch.is_target]
         row, n_tokens = batch.is_target.nonzero()[:, 0], batch.is_target.sum(1)         # (L,), (B,)
@@ -665,8 +634,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         found = retrieve_answer(tome, H, batch, memory, asked)
         stands_there = torch.zeros(B, E, dtype=torch.bool, device=device)
         stands_there[batch.row[~asked], batch.entity[~asked]] = True
-        hidden = stands_there.gather(1, found.entity)                                   # (B, K)
-        scores = found.scores.masked_fill(hidden, -torch.inf)
+        excluded = stands_there.gather(1, found.entity)                                 # (B, K)
+        scores = found.scores.masked_fill(excluded, -torch.inf)
         entity = batch.entity[asked]
         is_named = predict_entity(scores, found.entity) == entity
         recalled = (best_entities(scores, found.entity) == entity[:, None]).any(1)
@@ -674,10 +643,10 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         counted = (batch.entity > 0) & ~asked & is_elsewhere[batch.entity]
         visible.append(torch.stack([batch.entity[counted], mass[counted]], 1).cpu())
     masked, visible = np.concatenate(masked), np.concatenate(visible)
-    kind = run.entity_kind[run.corpus.mention_entity[mentions]]
-    visible_kind = run.entity_kind[visible[:, 0].astype(int)]
+    kind = run.entity_group[run.corpus.mention_entity[mentions]]
+    visible_kind = run.entity_group[visible[:, 0].astype(int)]
     figures = {}
-    for i, name in enumerate(KINDS if run.settings.withheld else KINDS[:2]):
+    for i, name in enumerate(GROUPS if run.settings.withheld else GROUPS[:2]):
         n_tokens, n_right, is_named, recalled, mass = masked[kind == i].T
         mass_visible = visible[visible_kind == i, 1]
         n = max(len(mass), 1)
@@ -689,19 +658,20 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     return figures, masked[:, 1] / masked[:, 0].clip(1)
 
 def best_entities(scores, entity, k=20):
-    """Entities of the k best memories (B, k); -1 where there are fewer. A table is not sorted."""
+    """Entities of the k best memories (B, k), -1 where there are fewer. An EntityTable is unsorted."""
     scores, best = scores.topk(min(k, scores.shape[1]))
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
 def sample_eval_mentions(run, n):
     """n mentions of each kind of entity (data.eval_mentions), always the same."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
-    kinds = run.entity_kind[run.corpus.mention_entity[mentions]]
-    return np.concatenate([mentions[kinds == kind][:n] for kind in range(len(KINDS))])
+    kinds = run.entity_group[run.corpus.mention_entity[mentions]]
+    return np.concatenate([mentions[kinds == kind][:n] for kind in range(len(GROUPS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
-    """A small memory for these mentions while the Mention Encoder still changes: the passages of
-    their articles, `each` that link an entity (perhaps of the former), `others` at random."""
+    """Passages of a small memory for these mentions, while the Mention Encoder still changes: those
+    of their articles, `each` that link an entity (they may be of the former), `others` at random.
+    """
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -747,7 +717,7 @@ def examples_batch(run, task, examples):
     return data.example_batch(
         examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length)
 
-def toy_examples(run, task, hops="one_hop", split="test"):
+def toy_file(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if run.saved["corpus"] or not path.is_file():
@@ -838,8 +808,8 @@ CHECKPOINT = {"recipe", "encoder", "vocab", "model", "optimizer", "step", "evalu
               "best", "best_score"}
 SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
            "tome": ["corpus", "batch-tome"], "claims": ["corpus", "tome"], "qa": ["corpus", "tome"]}
-# Settings that change the weights of no stage, and those that do not change this one's: BATCH-TOME
-# is the same for TOME-1 and TOME-2.
+# Settings that change the weights of no stage (or whose values stand elsewhere in its recipe), and
+# those that do not change this one's: BATCH-TOME is the same for TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "linking_weight", "teacher_forcing", "still_given",
@@ -863,7 +833,7 @@ ALLOWED = {
     "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
     "clip": (1e-6, 10 ** 6), "lower_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100)}
 
-def check(flag, name, value):
+def check_value(flag, name, value):
     """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
     largest = 10 ** 4 if hasattr(Config, name) else 10 ** 6
     allowed = ALLOWED.get(name, (1, largest) if isinstance(value, int) else (0, 1))
@@ -885,7 +855,7 @@ def settings_of(saved):
         for defaults in (Settings(), Config()))
     for name, value in values.items():
         if name in SETTABLE:
-            check("--set ", name, value)
+            check_value("--set ", name, value)
     if config.hidden % 2 or config.hidden % config.n_heads:
         raise UserError("--set: hidden must be even, and a multiple of n_heads")
     if config.n_upper % config.n_blocks and config.n_upper > 1:
@@ -952,7 +922,7 @@ class Run:
         # A path to published weights, or None. In a file of the paper's own code batch-tome comes
         # trained.
         self.init = saved["init"]
-        self.is_published = bool(self.init) and saved["published"]["trained"]
+        self.has_batch_tome = bool(self.init) and saved["published"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
         self.is_baseline = self.config.memory != "mentions"
 
@@ -979,8 +949,8 @@ class Run:
         return (crc32 < self.settings.withheld * 2 ** 32) & (np.arange(len(names)) > 0)
 
     @cached_property
-    def entity_kind(self):
-        """(E,) index into KINDS: an entity that a training passage links is seen or withheld."""
+    def entity_group(self):
+        """(E,) index into GROUPS: an entity that a training passage links is seen or withheld."""
         return np.where(self.corpus.entity_count == 0, 1, np.where(self.is_withheld, 2, 0))
 
     def stages_to(self, kind):
@@ -996,7 +966,7 @@ class Run:
         first, schedule = self.settings.schedule["batch-tome"], self.settings.schedule[kind]
         if kind == "tome" and self.is_baseline:
             return replace(first, steps=first.steps + schedule.steps)
-        if kind == "batch-tome" and self.is_published:
+        if kind == "batch-tome" and self.has_batch_tome:
             return replace(first, steps=0)
         return schedule
 
@@ -1113,7 +1083,7 @@ def flags_of_stage(run, args):
     flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")
              if getattr(args, name) is not None}
     for name, value in flags.items():
-        check("--", name, value)
+        check_value("--", name, value)
     if args.start is not None:
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
         if zipfile.is_zipfile(args.start):
@@ -1196,6 +1166,33 @@ def make_corpus(run, source, old=None):
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
+
+def make_memory(run, file=None):
+    """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
+    without training. run.json names the run's corpus, so it is written last."""
+    encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
+    is_first = ann.rank_and_size()[0] == 0
+    if file is not None and checksum(file) not in run.saved["appended"]:
+        needs(run.folder("memory").exists(), run.folder("memory"), "memory")
+        old, old_folder, n = run, run.folder("memory"), len(run.corpus.article)
+        run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
+        if is_first:
+            make_corpus(run, file, old)
+        ann.barrier()
+        run.open(old.device.type)
+        say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
+    folder = run.folder("memory")
+    if not folder.exists():
+        build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
+                     run.recipe("memory"), old_folder)
+    if is_first:
+        if file is not None:
+            write_json(run.out / "run.json", run.saved)
+        run.sweep("corpus")
+        run.sweep("memory")
+    ann.barrier()
+    about = data.open_folder(folder, "memory", wanted=lambda name: False)   # whether all are there
+    say(f"memory: {about['n']:,} linked mentions in {folder}.")
 
 def log(out, record):
     """Appends a line to log.jsonl, durably. After a crash a step can stand there twice, equally."""

@@ -191,7 +191,7 @@ def retrieved(out, seeds):
     @once
     def states(name, hops):
         loaded = training.open_run(finetuned(out, name, 0, "claims", hops), "claims")
-        tests = training.toy_examples(loaded[0], "claims", hops, "test")
+        tests = training.toy_file(loaded[0], "claims", hops, "test")
         return deciding(*loaded, training.task_examples(loaded[0], "claims", tests))
 
     def share(name, hops, *fact):
@@ -310,7 +310,7 @@ def attention_by_name(folder, second, n=1000):
     chosen = memory.select(torch.from_numpy(is_first[memory.mention.numpy()]))
     alone = chosen.select(torch.from_numpy(~introduces[chosen.mention.numpy()]))
     rng, result = np.random.default_rng(0), {}
-    for kind, is_kind in (("seen", run.entity_kind == 0), ("unseen", run.entity_kind == 1)):
+    for kind, is_kind in (("seen", run.entity_group == 0), ("unseen", run.entity_group == 1)):
         for name, is_name in (("first", is_first), ("second", is_second)):
             asked = np.flatnonzero(is_name & is_kind[corpus.mention_entity] & ~introduces
                                    & corpus.held_out[passage])

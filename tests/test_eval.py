@@ -68,8 +68,8 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     with torch.no_grad():
         parts = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
     n = len(claims)
-    assert parts.keys() == {"claims", "answer", "asked"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
-    training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "answer": [], "asked": []}
+    assert parts.keys() == {"claims", "answer", "linking"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
+    training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "answer": [], "linking": []}
     for r, row in enumerate(batch.tokens):
         label = int(batch.label[r])
         if r < n:
@@ -92,7 +92,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
-        for key, query in (("answer", z), ("asked", layers[-1].query[mention])):
+        for key, query in (("answer", z), ("linking", layers[-1].query[mention])):
             scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
             scores = np.exp(scores - scores.max())
             best = np.argsort(-scores)[:loaded.config.k_answer]     # eq. 10, over the retrieved memories
@@ -110,7 +110,7 @@ def test_claims_of_which_no_true_one_names_an_entity_are_learnt_from_their_label
     assert train.main(["--stage", "finetune", "--task", "claims", "--examples", str(path),
                        "--steps", "2", "--batch", "2", "--quiet", "--out", str(run)]) == 0
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
-    assert "claims" in last and "asked" not in last
+    assert "claims" in last and "linking" not in last
 
 def test_a_label_that_training_lacks_is_never_predicted_until_a_later_training_has_it(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")

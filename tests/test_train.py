@@ -350,11 +350,11 @@ def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_p
         train.make_world(tmp_path / "world", 0)
         whole = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
         run = SimpleNamespace(out=tmp_path, saved=train.NEW_RUN)
-        file = train.toy_examples(run, "qa")
+        file = train.toy_file(run, "qa")
         for damage in (b"", whole[file.name][:-9], whole[file.name].replace(b"a", b"e", 1)):
             file.write_bytes(damage)
             with pytest.raises(data.UserError, match=f"{file.parent} is missing or damaged.*{file.name}"):
-                train.toy_examples(run, "qa")
+                train.toy_file(run, "qa")
             train.make_world(tmp_path / "world", 0)
             again = {path.name: path.read_bytes() for path in (tmp_path / "world").iterdir()}
             assert whole == again
