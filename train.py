@@ -658,7 +658,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     return figures, masked[:, 1] / masked[:, 0].clip(1)
 
 def best_entities(scores, entity, k=20):
-    """Entities of the k best memories (B, k), -1 where there are fewer. An EntityTable is unsorted."""
+    """Entities of the k best memories (B, k), or -1. Those of an EntityTable come unsorted."""
     scores, best = scores.topk(min(k, scores.shape[1]))
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
