@@ -524,7 +524,7 @@ def _toy_facts(rng, names) -> dict:
 def _toy_passages(rng, facts, split) -> list:
     """Five passages per subject. Each states its facts, each time in another phrase, so a
     masked mention can be known from the other four passages only. 5% of the passages of the seen
-    world are held out.
+    world are held out. split: of each fact.
 
     In some 40% of the seen world's training passages one fact is not stated: in place of "X was
     directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
@@ -694,7 +694,7 @@ def write_file(path, write):
     """write(file) under a temporary name, then one rename: a reader sees the old file or the new
     one. No link is followed. What is no file (/dev/null, a pipe) is written to and stays."""
     path = os.path.abspath(path)
-    if path.startswith("/dev/") or os.path.exists(path) and not os.path.isfile(path):
+    if re.match("/dev/(?!shm/)", path) or os.path.exists(path) and not os.path.isfile(path):
         with open(path, "wb") as file:
             return write(file)
     temporary = path + ".tmp"
@@ -1146,7 +1146,7 @@ PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     """Links what else on a page repeats its title or a link: Wikipedia links only the first.
-    paragraphs: [(text, mentions)], as are yielded. A name of two entities means neither."""
+    paragraphs: [(text, mentions)], as are yielded. A shared name means the page's own or nobody."""
     links = [(text[m.start:m.end], m.entity) for text, mentions in paragraphs for m in mentions]
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     entity_of = {}                                          # each name as it is written

@@ -40,7 +40,7 @@ from tome import claim_logits, predict_entity, retrieve_answer
 
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json: train.masked_mentions' figures of
-    at most n held-out mentions of each kind of entity; None where there are none. A baseline has no
+    at most n held-out mentions of each of train.GROUPS; None if there are none. A baseline has no
     controls. Else there are also the accuracy with the memory emptied and with its values shuffled;
     the gain of a mention's share of right words, its mean and the 95% interval from paired
     differences; and how often BM25's vote names the entity. Also returns the mentions, and of each

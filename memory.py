@@ -242,7 +242,7 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
 # ==== Set apart: files ============================================================================
-# Plain .npy arrays by shard, so that any number of processes writes the same files.
+# Plain .npy arrays by shard: here so many passages, whatever the number of processes.
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All

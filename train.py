@@ -76,19 +76,16 @@ class Schedule:
 class Settings:
     """All settings of a run but those of its model (encoder.Config). The defaults are the paper's,
     where it gives them (app. A, B.1)."""
-    passage_length: int = 128       # T, without entity markers
-    max_length: int = 512           # at most so many positions: T, markers, [CLS] and [SEP]
+    passage_length: int = 128       # tokens of text
+    max_length: int = 512           # at most so many positions: text, markers, [CLS] and [SEP]
     vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
     cluster: int = 256              # related passages that stand together (app. A.1)
     mentions: int = 24              # at most, per passage on average; of more, a sample is used
     mention_rate: float = 0.2       # share of mentions that are masked
-    all_of_entity: int = 0          # 1: with a mention, all of its entity in the passage are masked
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
     entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
     coref_entities: int = 1_000_000     # coreference only over the most frequent entities
-    withheld: float = 0.0           # share of entities that pre-training does not name, to be
-                                    # evaluated on
     memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
     memory_dtype: str = "float16"
     beta2: float = 0.999
@@ -98,6 +95,9 @@ class Settings:
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
+    all_of_entity: int = 0          # 1: with a mention, all of its entity in the passage are masked
+    withheld: float = 0.0           # share of entities that pre-training does not name, to be
+                                    # evaluated on
     lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
                                     # the memory: with --init always, else in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
@@ -114,8 +114,8 @@ class Settings:
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
 # What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
-# Their models are small and their steps few, so rates are six to two hundred times the paper's. A
-# shard offers all k, so that the search is exact whatever the number of processes.
+# Their models are small and their steps few, so rates are six to two hundred times the paper's.
+# Each process offers all k, so that the search is exact whatever their number.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
@@ -213,7 +213,8 @@ def batch_tome_stage(run, recipe):
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
     is_begun = (run.out / "batch-tome.pt").exists()         # then its weights come from there
     model = BatchTOME(TOME(run.batch_tome_config)) if is_begun else new_batch_tome(run)
-    fit_step = int(recipe["steps"] * settings.memory_from)  # from this step on, the memory is on
+    # From this step on, the memory is on.
+    fit_step = max(int(recipe["steps"] * settings.memory_from), settings.memory_from > 0)
 
     def evaluate():
         """Over a small memory, as to read all passages would take too long. Also before the fit."""
@@ -601,7 +602,7 @@ def open_memory(run, tome, fingerprint, n_search=None):
 def masked_mentions(run, tome, memory, mentions, batch_size=64):
     """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
 
-    mentions: corpus numbers (data.eval_mentions). Returns, for each kind of entity, a dictionary:
+    mentions: corpus numbers (data.eval_mentions). Returns, for each of GROUPS, a dictionary:
 
     accuracy        share of masked tokens filled in rightly
     entity          share of masked mentions whose entity eq. 10 names
@@ -663,7 +664,7 @@ def best_entities(scores, entity, k=20):
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
 def sample_eval_mentions(run, n):
-    """n mentions of each kind of entity (data.eval_mentions), always the same."""
+    """n mentions of each of GROUPS (data.eval_mentions), always the same."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
     kinds = run.entity_group[run.corpus.mention_entity[mentions]]
     return np.concatenate([mentions[kinds == kind][:n] for kind in range(len(GROUPS))])
@@ -809,7 +810,7 @@ CHECKPOINT = {"recipe", "encoder", "vocab", "model", "optimizer", "step", "evalu
 SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
            "tome": ["corpus", "batch-tome"], "claims": ["corpus", "tome"], "qa": ["corpus", "tome"]}
 # Settings that change the weights of no stage (or whose values stand elsewhere in its recipe), and
-# those that do not change this one's: BATCH-TOME is the same for TOME-1 and TOME-2.
+# by stage those that do not change its own: BATCH-TOME is the same for TOME-1 and TOME-2.
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "linking_weight", "teacher_forcing", "still_given",
@@ -831,7 +832,8 @@ ALLOWED = {
     "all_of_entity": (0, 1),
     "vocab": (200, 10 ** 6), "passage_length": (8, 10 ** 6), "max_length": (16, 10 ** 6),
     "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
-    "clip": (1e-6, 10 ** 6), "lower_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100)}
+    "clip": (1e-6, 10 ** 6), "lower_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100),
+    "memory_from": (0, 0.99)}
 
 def check_value(flag, name, value):
     """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
@@ -890,8 +892,9 @@ def compare(path, made, wanted):
             if name in SETTABLE:
                 flag = f"--set {name}="
             how = f"with {flag}{made.get(name)}, not {wanted.get(name)}"
-            if name in ("corpus", "batch-tome", "tome", "published"):
-                how = f"from another {'--init' if name == 'published' else name}"
+            if name in ("corpus", "batch-tome", "tome", "published", "appended"):
+                flags = {"published": "--init", "appended": "--append"}
+                how = f"from another {flags.get(name, name)}"
             raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
                             "--out")
 
@@ -981,8 +984,10 @@ class Run:
                              "max_length": settings.max_length}
         if kind == "memory":
             recipe["memory_dtype"] = settings.memory_dtype
-        else:                       # what is trained never reads what was appended
+        else:                       # batch-tome and tome never read what was appended
             run = Run(self.out, self.saved | {"appended": []})
+            if kind in ("claims", "qa"):
+                recipe["appended"] = self.saved["appended"]
             read = {name: value for name, value in (vars(settings) | vars(self.config)).items()
                     if name not in NO_RESULT | NOT_READ[kind]}
             flags = {**vars(self.schedule(kind)), "start": None, "examples": None,
@@ -1006,16 +1011,16 @@ class Run:
 
     def checkpoint(self, kind):
         """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that
-        is there was made by another recipe. A stage that is not done may go on at another --lr."""
+        is there was made by another recipe. A stage that is not done may go on at another --lr; one
+        that is done serves for a memory to which text was appended since."""
         path, wanted = self.out / f"{kind}.pt", self.recipe(kind)
         if not path.exists():
             return None
         checkpoint = read_checkpoint(path)
         with intact(path):
             made = checkpoint["recipe"]
-            if not is_done(checkpoint):
-                made = made | {"lr": wanted["lr"]}
-            compare(path, made, wanted)
+            name = "appended" if is_done(checkpoint) else "lr"
+            compare(path, made | {name: wanted.get(name)}, wanted)
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1085,6 +1090,8 @@ def flags_of_stage(run, args):
     for name, value in flags.items():
         check_value("--", name, value)
     if args.start is not None:
+        if args.start == "scratch" and run.has_batch_tome:
+            raise UserError("--start scratch: the weights of --init are trained; leave --start out")
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
         if zipfile.is_zipfile(args.start):
             read_checkpoint(args.start, "give another --start")         # only for its errors

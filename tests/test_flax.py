@@ -481,13 +481,15 @@ def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, w
     assert not out.exists()
 
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
-                                            ("a TOME-2", "no TOME of these dimensions")])
+                                            ("a TOME-2", "no TOME of these dimensions"),
+                                            ("scratch", "leave --start out")])
 def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
     init, _ = write_init(tmp_path / "init", n_upper=4)
     config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
     (tmp_path / "start").write_bytes(pack(exported(state, config)))
     words = ["--stage", "tome", "--preset", "mini", "--init", init, "--corpus",
              write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL]
-    assert train.main([*words, "--start", str(tmp_path / "start")]) == 1
+    start = "scratch" if wrong == "scratch" else str(tmp_path / "start")
+    assert train.main([*words, "--start", start]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert message in error

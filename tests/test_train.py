@@ -491,6 +491,43 @@ def test_claims_of_another_tome_are_said_to_be_stale(trained, small_world, tmp_p
     assert run(*claims) == 0
     train.open_run(trained, "claims")
 
+def test_a_fine_tuning_that_was_cut_off_does_not_go_on_over_another_memory(trained, small_world, tmp_path, capsys, monkeypatch):
+    """Its names, answers and dev score are of all the memory holds. One that is done serves for what is appended later."""
+    _, examples = data.toy_world(seed=3)
+    names = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
+    data.write_lines(tmp_path / "mine.jsonl", [e for e in examples["claims.one_hop.train"] if e["subject"] in names][:32])
+    claims = "--stage", "finetune", "--task", "claims", "--examples", tmp_path / "mine.jsonl", "--out", trained
+
+    def append(title):
+        data.write_lines(tmp_path / "more.jsonl", [{"title": title, "text": "Alma Verran sang.", "mentions": [
+            {"start": 0, "end": 11, "entity": title}]}])
+        assert run("--stage", "memory", "--append", tmp_path / "more.jsonl", "--out", trained) == 0
+
+    real, calls = torch.optim.AdamW.step, []
+
+    def dies(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:                     # after the checkpoint of step 2
+            raise OSError("pulled the plug")
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", dies)
+        assert run(*claims) == 1
+    append("New")
+    capsys.readouterr()
+    assert run(*claims) == 1 and "claims.pt was made from another --append; remove it" in capsys.readouterr().err
+    (trained / "claims.pt").unlink()
+    assert run(*claims) == 0
+    append("Newer")
+    train.open_run(trained, "claims")
+    assert run(*claims) == 0
+
+def test_a_first_part_that_has_less_than_a_step_is_a_step(tiny, small_world, tmp_path, capsys):
+    assert run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path / "run", "--steps", 2, "--set",
+               "memory_from=0.01") == 0
+    assert "batch-tome 1, after the fit" in capsys.readouterr().out
+
 @pytest.mark.parametrize("flags, words", [
     (["--steps", 5], "--steps 4, not 5"), (["--batch", 5], "--batch 16, not 5"), (["--lr", 1], "--lr 0.001, not 1.0"),
     (["--start", "scratch"], "--start None, not scratch"), (["--n-search", "32"], "--n-search None, not 32"),
