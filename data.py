@@ -75,7 +75,7 @@ class Passage(NamedTuple):
     index: list | range         # (m,) which of the text's mentions, or of the corpus's
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
-    """Cuts a text into Passages of at most passage_length tokens (the paper's T) and max_length
+    """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and max_length
     positions (with markers, [CLS] and [SEP]).
 
     A passage ends as late as these two allow, and never inside a mention. A mention covers every
@@ -310,7 +310,7 @@ def name_index(names) -> dict:
     return index
 
 def find_mentions(text, index) -> list:
-    """Mentions of a name_index's names in a text: longest first, whole words, whatever the case."""
+    """Mentions of a name_index's names in a text: at each word the longest, whatever the case."""
     words = list(_WORD.finditer(text.replace("_", " ")))
     mentions, i = [], 0
     while i < len(words):

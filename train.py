@@ -5,14 +5,14 @@
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
                                                                          (mini: + linking)
-    finetune     TOME over that frozen memory     claims and clozes,     labels, and eq. 10 of the
-                                                  or questions           mention that is asked for
+    finetune     TOME over that frozen memory     claims and clozes,     labels; eq. 10 where asked
+                                                  or questions           for (clozes: + linking)
 
 A cloze is a true claim with one entity masked. Linking is entity prediction once more, from the
 queries of the last memory layer. On real text (preset mini) tome begins with teacher forcing: each
 mention is given memories of its own entity, and MLM is the only loss; later half of them still are.
 
-    python train.py --stage tome                                everything, on the toy world
+    python train.py --stage tome                                all but finetune, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
     torchrun --nproc_per_node 2 train.py --stage tome           the same work, in two processes
 
@@ -217,7 +217,7 @@ def batch_tome_stage(run, recipe):
     fit_step = max(int(recipe["steps"] * settings.memory_from), settings.memory_from > 0)
 
     def evaluate():
-        """Over a small memory, as to read all passages would take too long. Also before the fit."""
+        """Over a small memory, for speed. It is attended to here before the fit, too."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -433,16 +433,16 @@ def train_step(run, stage, recipe, optimizer, step):
               for name, (_, share) in losses.items()}
     if not np.isfinite([*values.values(), norm.item()]).all():
         passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
-        raise diverged(run, recipe, step, f"the loss is not a number at step {step} ({values}; "
+        raise diverged(run, recipe, f"the loss is not a number at step {step} ({values}; "
                        f"passages {str(passages)[1:-1]})")
     optimizer.step()
     return values
 
-def diverged(run, recipe, step, what):
+def diverged(run, recipe, what):
     """The error of a training that blew up, with a command that goes on from before it did."""
-    kind, lr = recipe["kind"], learning_rate(recipe, step)
+    kind, lr = recipe["kind"], recipe["lr"] / 3
     return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, if there was "
-                     f"one: with --stage {stage_of(kind)} --lr {lr / 3:.1g} training goes on")
+                     f"one: with --stage {stage_of(kind)} --lr {lr:.1g} training goes on")
 
 def train_stage(run, stage, recipe, checkpoint=None):
     """Trains stage.model and leaves OUT/<kind>.pt. It saves before it evaluates: after an
@@ -463,8 +463,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
 
     def save():
         if not all(t.isfinite().all() for t in model.state_dict().values()):
-            raise diverged(run, recipe, state["step"] - 1,
-                           f"a weight is not a number at step {state['step']}")
+            raise diverged(run, recipe, f"a weight is not a number at step {state['step']}")
         if rank == 0:
             values = dict(recipe=recipe, encoder=stage.fingerprint, model=model.state_dict(),
                           optimizer=optimizer.state_dict(), **state,
@@ -729,7 +728,7 @@ def toy_file(run, task, hops="one_hop", split="test"):
 def clozes_of(run, example, rng):
     """The cloze of a true claim: [the example with one known entity as answer, and no label]; []
     for any other claim."""
-    known = [m.entity for m in example.mentions if m.entity in run.corpus.entity_index]
+    known = [m.entity for m in example.mentions if run.corpus.entity_index.get(m.entity)]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
         return []
     # The toy world says which mention the others determine: the object.
@@ -862,7 +861,7 @@ def settings_of(saved):
         raise UserError("--set: hidden must be even, and a multiple of n_heads")
     if config.n_upper % config.n_blocks and config.n_upper > 1:
         raise UserError("--set: n_upper must be 1 or a multiple of --blocks")
-    if settings.max_length > config.max_positions:
+    if settings.max_length > config.max_positions and (bert or not saved["init"]):
         raise UserError("--set: max_length must be at most max_positions")
     for name, value in saved["set"].items():
         if bert.get(name, value) != value:

@@ -5,9 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -439,7 +441,7 @@ def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
     monkeypatch.setattr(torch.optim.AdamW, "step", real)
     assert run(*command, *advice) == 0
     checkpoint = torch.load(out / "batch-tome.pt", weights_only=True)
-    assert checkpoint["recipe"]["lr"] == float(advice[1]) and float(advice[1]) < 1e-3
+    assert checkpoint["recipe"]["lr"] == float(advice[1]) == 3e-4           # a third
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
 
 def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage_goes_on(
@@ -522,6 +524,21 @@ def test_a_fine_tuning_that_was_cut_off_does_not_go_on_over_another_memory(train
     append("Newer")
     train.open_run(trained, "claims")
     assert run(*claims) == 0
+
+def test_the_positions_of_a_bert_decide_how_long_a_passage_may_be():
+    saved = train.NEW_RUN | {"init": "bert", "set": {"max_length": 512}}
+    for positions in (None, 512, 511):
+        bert = positions and {"config": {"max_positions": positions}}       # None: it is about to be read
+        with pytest.raises(data.UserError, match="max_length") if positions == 511 else nullcontext():
+            train.settings_of(saved | {"published": bert})
+
+def test_a_mention_linked_to_nothing_is_no_cloze():
+    corpus, text = SimpleNamespace(entity_index={"": 0, "Alma": 1}), "Alma met Bo."
+    mentions = [data.Mention(0, 4, "Alma"), data.Mention(9, 11, "")]
+    for some, answers in ((mentions, [["Alma"]]), (mentions[1:], [])):
+        example = data.Example(text, some, data.CLAIM_LABELS.index("SUPPORTS"), [], {})
+        clozes = train.clozes_of(SimpleNamespace(corpus=corpus), example, np.random.default_rng(0))
+        assert [cloze.answers for cloze in clozes] == answers
 
 def test_a_first_part_that_has_less_than_a_step_is_a_step(tiny, small_world, tmp_path, capsys):
     assert run("--stage", "batch-tome", "--corpus", small_world, "--out", tmp_path / "run", "--steps", 2, "--set",
