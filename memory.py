@@ -145,7 +145,7 @@ class MentionMemory:
         if fraction >= 1:
             return self
         n = int(self.passage.max()) + 1 if len(self) else 0
-        keep = np.random.default_rng([seed, 1]).random(n) < fraction    # other draws than shuffled's
+        keep = np.random.default_rng([seed, 1]).random(n) < fraction    # others than shuffled's
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 
     def shuffled(self, seed=0):
