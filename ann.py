@@ -228,6 +228,7 @@ def rank_and_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def barrier():
+    """Waits until all processes are here."""
     if rank_and_size()[1] > 1:
         dist.barrier()
 

@@ -60,17 +60,20 @@ class UserError(Exception):
 # ---------------------------------------------------------------- mentions, markers, passages
 
 class Mention(NamedTuple):
+    """A mention in a text, as corpora and examples give it."""
     start: int              # character offsets, end exclusive
     end: int
     entity: str | None      # None: mentioned, but not linked
 
 class Text(NamedTuple):
+    """A line of a corpus file. All texts of one title are one article."""
     title: str
     text: str
     mentions: list
     split: str | None = None    # "train", "held_out" or None: by its title
 
 class Passage(NamedTuple):
+    """A part of a text as the model reads it, of n tokens and m mentions."""
     tokens: list | np.ndarray   # (n + 2m + 2,) [CLS] … [SEP]; the markers say where mentions are
     index: list | range         # (m,) which of the text's mentions, or of the corpus's
 
@@ -146,6 +149,7 @@ class Batch:
                                     # that is an entity, 0 = none is; -1 = not asked for
 
     def to(self, device) -> "Batch":
+        """The batch on that device."""
         return Batch(**{name: tensor.to(device, non_blocking=True)
                         for name, tensor in vars(self).items()})
 
@@ -283,6 +287,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
 # ---------------------------------------------------------------- examples: claims and questions
 
 class Example(NamedTuple):
+    """A claim, a cloze or a question."""
     text: str
     mentions: list | None       # None: to be found (mention_finder)
     label: int | None           # claims: index into CLAIM_LABELS; None: a cloze, or not known
@@ -368,7 +373,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 
     task: "claims", "qa", or None: only texts. entity_index: name -> number. Among the claims
     may stand clozes: true claims with one entity hidden, which have that entity as answer instead
-    of a label. All its mentions are replaced by [MASK], and the first of them is asked for.
+    of a label. Its mentions in the batch become [MASK], and the first of them is asked for.
     What is behind max_length positions is cut off."""
     special = special_ids(tokenizer)
     batch = collate([*example_passages(examples, task, tokenizer, max_length)], special)
@@ -949,6 +954,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
                  for name in Corpus.ARRAYS}
 
         def append(**arrays):
+            """Adds values to the end of each array."""
             for name, values in arrays.items():
                 files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
@@ -958,6 +964,7 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
             split = text.split or ("held_out" if is_twentieth else "train")
             held_out = old is not None or split == "held_out"
             article = titles.setdefault(text.title, len(titles))
+            # The entity of number 0 is "", of mentions that are not linked.
             entity = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
             counts.update(texts=1, mentions_read=len(entity),
                           texts_without_a_token=not encoding.ids)
@@ -1083,6 +1090,7 @@ def wiki(path, out, workers=1) -> Counter:
     counts, redirects = Counter(), {}
 
     def articles():
+        """Every article, parsed; the dump is read twice, the first time for its redirects."""
         for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
             counts.update({"pages": 1, "pages: " + kind: 1})
             if kind == "article":
@@ -1112,6 +1120,7 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         return title
 
     def lines():
+        """The lines of the corpus, a paragraph each."""
         for title, paragraphs, n_left_out in tqdm(articles, "articles", leave=False, disable=None):
             counts["sections left out"] += n_left_out
             linked = []
@@ -1228,7 +1237,8 @@ def answer_entities(corpus) -> dict:
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter(entity for entity, _ in named.elements())
-    # What comes later counts.
+    # A name that stands here twice means what comes later: the more frequent entity, and a title
+    # rather than what a mention reads.
     entities = [entity for entity, _ in reversed(total.most_common())]
     found = {shown: entity for (entity, shown), _ in reversed(named.most_common())}
     found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity in entities}
@@ -1301,6 +1311,7 @@ def at_least(least):
     return number
 
 def main() -> int:
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description="Corpora and examples: make, check, convert.")
     commands, add = parser.add_subparsers(required=True), {}
     for run in (toy, check, wiki, kilt, task):

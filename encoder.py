@@ -51,6 +51,7 @@ class Config:
 
     @property
     def layers_per_block(self):
+        """Transformer layers of each TOMEBlock."""
         return max(1, self.n_upper // self.n_blocks)
 
 def precision_on(config, device):
@@ -98,6 +99,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, place, attention_mask):
+        """place (n,), attention_mask (B, T): where the tokens x stand in the batch."""
         qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)              # each (B, heads, T, hidden / heads)
         scores = (q * q.shape[-1] ** -0.5) @ k.mT         # (B, heads, T, T)

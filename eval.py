@@ -113,6 +113,7 @@ def figures_of(run, tome, memory, task, examples):
             queries = [(text, answers, []) for text, answers in zip(texts, known)]
             ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
             cell["bm25_recall@20"] = np.mean(ranks < np.inf)    # only the 20 best passages vote
+    # The share that is right if the most frequent label or answer is always given.
     truths = [e.label for e in examples]
     if task == "qa":
         truths = [answer for e in examples for answer in set(e.answers)]
@@ -227,6 +228,7 @@ def say_by_size(run, tome, memory, shares=(0.1, 0.5)):
         train.say(f"  with {share:.0%} of the memory: {', '.join(right)}")
 
 def main(argv=None):
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
     parser.add_argument("--out", default="runs/toy", help="folder of the run")
     parser.add_argument("--task", choices=("claims", "qa"), help="default: masked mentions")
@@ -240,7 +242,9 @@ def main(argv=None):
     output.add_argument("--ask", metavar="TEXT", help="answer a question or judge a claim")
     args = parser.parse_args(argv)
     if args.ask is not None:
-        args.task, args.show = args.task or "qa", args.ask or " "
+        args.task, args.show = args.task or "qa", args.ask
+    if args.show == "":
+        args.show = " "                             # a text: without a mention
     if not 0 <= args.memory_fraction <= 1:          # NaN is not, either
         parser.error("--memory-fraction is from 0 to 1")
     if args.examples and (args.show or not args.task):
@@ -251,6 +255,7 @@ def main(argv=None):
             raise data.UserError(f"{args.out} is a baseline: it has no mention memory")
         if not run.is_baseline:
             memory = memory.sample(args.memory_fraction)
+        # items: what `show` is to show, of a text or of held-out mentions.
         task, items, figures, pairs = args.task, [], {}, ()
         if args.show and (args.ask or not args.show.isdecimal()):
             items = [example_of(run, args.show)]

@@ -78,6 +78,7 @@ class EntityTable(nn.Module):
         self.register_buffer("entity", torch.arange(config.n_entities), persistent=False)
 
     def attend(self, query, passage=None, k=None, k_shard=None):
+        """To all entities, from any passage. k, k_shard: MentionMemory's."""
         return attend_to_all(query, self, self.entity == 0)
 
     retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
@@ -177,6 +178,7 @@ class GivenMemory(MentionMemory):
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
     def retrieve(self, query, passage, k, k_shard):
+        """As MentionMemory's: N_GIVEN memories, and behind them the k of those that search."""
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
@@ -202,6 +204,7 @@ class MemoryAttention(nn.Module):
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
+        """The update of eq. 9 at each mention's start; found: what eq. 6–8 retrieved for it."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)._replace(query=query)
         # accumulate=True adds the update to H_s. A mention that was allowed no memory gets no
@@ -242,7 +245,7 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
 # ==== Set apart: files ============================================================================
-# Plain .npy arrays by shard: here so many passages, whatever the number of processes.
+# Plain .npy arrays by shard, here PASSAGES_PER_SHARD passages, not a process's part.
 
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All

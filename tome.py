@@ -33,6 +33,7 @@ class TOMEBlock(nn.Module):
         self.transformer = TransformerBlock(config, n_layers)
 
     def forward(self, H, attention_mask, mentions, memory):
+        """H of block l - 1 -> H of block l, and Retrieved, or None where there is no memory."""
         found = None
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
@@ -67,6 +68,7 @@ class TOME(nn.Module):
         return H, retrieved
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
+        """tokens (B, T) -> as read_blocks. Without a memory it is a plain Transformer."""
         H0 = self.read_initial(tokens, attention_mask)
         return self.read_blocks(H0, attention_mask, mentions, memory)
 
@@ -86,6 +88,7 @@ class MentionEncoder(nn.Module):
         init_weights(self.value.linear, config.init_std)
 
     def forward(self, tokens, attention_mask, row, start, end):
+        """row, start, end (M,): where the mentions stand. Nothing is masked, no memory is read."""
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 

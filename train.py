@@ -198,6 +198,7 @@ def batch_tome_stage(run, recipe):
     passages = training_passages(run)
 
     def clusters(epoch):
+        """Numbers of an epoch's passages, cluster after cluster."""
         found = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
         if len(found) > 1:
             found = [c for c in found if len(c) == settings.cluster]    # the last may be smaller
@@ -294,8 +295,8 @@ def tome_stage(run, recipe, start=None):
         Teacher forcing: in the first steps all mentions are given memories, and the Transformer
         layers below stand still; later a share of them, or reading is unlearnt again: search rarely
         finds the entity (on real text for one masked mention in ten)."""
-        given_share = 1.0 if step < forcing * recipe["steps"] else still_given
-        all_given = given_share == 1
+        all_given = step < forcing * recipe["steps"]
+        given_share = 1.0 if all_given else still_given
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
         asked_for, attended = named, training_memory        # asked_for: by eq. 10
         if given_share > 0:
@@ -355,6 +356,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     cloze_items = epochs_of(run, 5, len(clozes)) if clozes else None
 
     def next_batch(step):
+        """Examples, and behind them equally many clozes."""
         chosen = [training[i] for i in items(step, recipe["batch"])]
         if clozes:
             chosen += [clozes[i] for i in cloze_items(step, recipe["batch"])]
@@ -462,6 +464,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
         say(f"{kind}: going on at step {state['step']}.")
 
     def save():
+        """Leaves the checkpoint of this step, if all its weights are numbers."""
         if not all(t.isfinite().all() for t in model.state_dict().values()):
             raise diverged(run, recipe, f"a weight is not a number at step {state['step']}")
         if rank == 0:
@@ -471,6 +474,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
             write_file(path, lambda file: torch.save(values, file))
 
     def evaluate():
+        """Measures, prints and logs; remembers the weights of the best dev score."""
         measured = stage.evaluate()
         model.train()
         n = state["sums"].pop("steps")
@@ -486,6 +490,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
     signals, began = [], time.time()
 
     def stopped():
+        """Whether a process of this run was told to stop."""
         return int(ann.sum_over_processes(len(signals), run.device)) > 0
 
     with (tqdm(total=steps, initial=state["step"], desc=kind, disable=rank > 0) as progress,
@@ -618,7 +623,9 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     if isinstance(memory, MentionMemory):
         pairs = torch.unique(torch.stack([memory.entity, memory.passage]), dim=1)
         is_elsewhere = ann.sum_over_processes(pairs[0].bincount(minlength=E), device) > 1
-    masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]    # a row per mention, as below
+    # A row per mention. Of masked ones: tokens, how many of these are right, if eq. 10 names the
+    # entity, if it is among the 20 best, attention on it. Of visible ones: entity, attention.
+    masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]
     for first in range(0, len(mentions), batch_size):
         part = mentions[first:first + batch_size]                                       # (B,)
         batch = data.eval_batch(run.corpus, part).to(device)
@@ -993,6 +1000,7 @@ class Run:
                      "n_search": None, **self.saved["stages"].get(kind, {})}
             flags["warmup"] = min(flags["warmup"], flags["steps"] // 10)
             recipe |= {"preset": self.saved["preset"], "seed": self.seed, **read, **flags}
+        # What it is made from follows from the recipe of that: here its identity is enough.
         sources = {source: identity(run.recipe(source)) for source in SOURCES[kind]}
         return recipe | {"published": self.saved["published"], **sources}
 
@@ -1062,6 +1070,7 @@ def settle(args):
                      if name in NEW_RUN and value is not None}
     saved["set"] = before["set"] | (args.set or {})
     corpus = saved["corpus"]
+    # The toy world follows from its seed. A file is known by its checksum: so it may be moved.
     if corpus is None:
         saved["text"] = f"toy world {saved['seed']}"
     elif os.path.isfile(corpus):
@@ -1163,7 +1172,7 @@ def make_corpus(run, source, old=None):
     if old:
         tokenizer = old.tokenizer
     elif run.init:
-        tokenizer = data.load_tokenizer(beside(run.init, "vocab.txt"))
+        tokenizer = data.load_tokenizer(beside(run.init, "vocab.txt") or run.init)
     else:
         texts = (text.text for text in data.read_corpus(source))
         tokenizer = data.train_tokenizer(texts, recipe["vocab"])
