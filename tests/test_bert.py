@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import struct
 from dataclasses import replace
 from types import SimpleNamespace
@@ -265,6 +266,20 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
     monkeypatch.setattr(torch, "save", save)
     assert train.main(command) == 0
     assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is done again
+
+def test_a_corpus_cannot_be_made_again_without_the_vocabulary_of_its_bert(tmp_path, monkeypatch, capsys):
+    write_bert(tmp_path / "bert", random_bert())
+    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "cluster": 8, "log_every": 9, "eval_mentions": 4})
+    command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
+               "--out", str(tmp_path / "run"), "--steps", "1", "--batch", "8"]
+    assert train.main(command) == 0
+    (tmp_path / "bert").rename(tmp_path / "moved")
+    folder, = (tmp_path / "run").glob("corpus-????????")
+    shutil.rmtree(folder)
+    capsys.readouterr()
+    assert train.main([*command[:4], *command[6:]]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{tmp_path / 'bert'}: No such file" in error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

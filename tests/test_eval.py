@@ -328,6 +328,11 @@ def retrieved(text):
             shown.append(((found[1], int(found[2])), []))
     return shown
 
+def test_an_empty_text_is_a_text_without_a_mention(run, capsys):
+    for flag in ("--show", "--ask"):
+        assert evaluation.main(["--out", str(run), "--task", "qa", flag, ""]) == 1
+        assert "no mention in" in capsys.readouterr().err
+
 def test_what_is_shown_is_what_each_layer_retrieved(run, capsys):
     loaded, tome, memory = train.open_run(run)
     text = "Alma Verran was taught by Boris Holt."
