@@ -13,7 +13,7 @@ import memory as memory_file
 import train
 from memory import GivenMemory, MentionMemory, load_memory
 
-TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16, "eval_mentions": 20,
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16, "eval_mentions": 20, "memory_from": 0.0,
         "k_answer": 40, "k_answer_shard": 40,               # k_shard = k: the search is exact
         "schedule": {name: train.Schedule(2, 1e-3, 1, 40 if name == "qa" else 16)     # of few questions, none may retrieve
                      for name in ("batch-tome", "tome", "claims", "qa")}}               # its answer: then all is zero
@@ -142,7 +142,7 @@ def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
         cloze = other._replace(label=None, answers=[other.mentions[0].entity])
         batch = train.examples_batch(run, "claims", [claim._replace(mentions=[]), cloze])
         shares = {name: share.item() for name, (_, share) in stage.losses(batch.part(0, 2), 0).items()}
-        assert len(batch.part(0, 2).row) == 0 and shares["answer"] == shares["asked"] == 0 < shares["claims"]
+        assert len(batch.part(0, 2).row) == 0 and shares["answer"] == shares["linking"] == 0 < shares["claims"]
         theirs.append(stage.losses(batch.part(1, 2), 0)["answer"][1].item())
     assert max(theirs) > 0              # 0 where no memory of the answer was retrieved
 
