@@ -616,7 +616,7 @@ def resident():
             return int(line.split()[1]) / 1024
 
 def n_tensors():
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 def leak(reference, steps=5000):
     """(Own memory in MB, number of tensors) after a fifth of the steps of a training run, after half and at its end."""
