@@ -249,7 +249,7 @@ def fit_retrieval(model, batches, self_score=20.0):
     W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
     key.weight.copy_(W)
     key.bias.copy_(-W @ mean)
-    keys = (of_keys - mean) @ W.T                                                     # (m, d_K)
+    keys = (of_keys - mean) @ W.T                                               # (m, d_K)
     _, which, count = entity.unique(return_inverse=True, return_counts=True)
     total = torch.zeros_like(keys).index_add(0, which, keys)[which]
     wanted = total / count[which, None]                                         # (m, d_K)

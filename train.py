@@ -651,12 +651,12 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
         counted = (batch.entity > 0) & ~asked & is_elsewhere[batch.entity]
         visible.append(torch.stack([batch.entity[counted], mass[counted]], 1).cpu())
     masked, visible = np.concatenate(masked), np.concatenate(visible)
-    kind = run.entity_group[run.corpus.mention_entity[mentions]]
-    visible_kind = run.entity_group[visible[:, 0].astype(int)]
+    group = run.entity_group[run.corpus.mention_entity[mentions]]
+    visible_group = run.entity_group[visible[:, 0].astype(int)]
     figures = {}
     for i, name in enumerate(GROUPS if run.settings.withheld else GROUPS[:2]):
-        n_tokens, n_right, is_named, recalled, mass = masked[kind == i].T
-        mass_visible = visible[visible_kind == i, 1]
+        n_tokens, n_right, is_named, recalled, mass = masked[group == i].T
+        mass_visible = visible[visible_group == i, 1]
         n = max(len(mass), 1)
         figures[name] = {"accuracy": n_right.sum() / max(n_tokens.sum(), 1),
                          "entity": is_named.sum() / n, "recall@20": recalled.sum() / n,
@@ -673,8 +673,8 @@ def best_entities(scores, entity, k=20):
 def sample_eval_mentions(run, n):
     """n mentions of each of GROUPS (data.eval_mentions), always the same."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
-    kinds = run.entity_group[run.corpus.mention_entity[mentions]]
-    return np.concatenate([mentions[kinds == kind][:n] for kind in range(len(GROUPS))])
+    group = run.entity_group[run.corpus.mention_entity[mentions]]
+    return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for these mentions, while the Mention Encoder still changes: those

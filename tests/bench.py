@@ -147,7 +147,8 @@ def buckets(args):
         row(f"… {n_search} of {C}: recall@{k} {recall:.3f}{other}", *times.values())
         n_search *= 2
     # ways to choose a query's buckets: recall is the share of exact ids whose bucket is searched
-    raw, raw_bucket = ann.kmeans(keys, keys[torch.randperm(len(keys))[:C]])
+    order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(0))
+    raw, raw_bucket = ann.kmeans(keys, keys[order[:C]])
     bucket = ann.nearest(keys, index.centroids)[1]
     n = max(1, C // 32)
     for what, centroids, bucket, offset in (("directions (ours)", index.centroids, bucket, 0),

@@ -58,7 +58,7 @@ def command(script, *args):
 # ------------------------------------------------------------------------------------------ runs
 
 # Flags of train.py; the run whose BATCH-TOME and memory this one begins with. The baselines' rates
-# are the best of three by dev (tests/README.md), in fine-tuning too.
+# are the best of three by dev, or level with it (tests/README.md), in fine-tuning too.
 RUNS = {
     "no-memory": ("--set memory=none --lr 3e-3", None),
     "entities-as-experts": ("--set memory=entities --lr 3e-3", None),
@@ -115,11 +115,11 @@ def finetuned(out, name, seed, task, hops):
     """The folder of a run fine-tuned on examples about one fact, or about one and two, which need
     more steps."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
-    steps = ["--steps", 1600] if hops == TWO else []
+    flags = ["--steps", 1600] if hops == TWO else []
     if name in ("no-memory", "entities-as-experts"):
-        steps += ["--lr", 1e-3]
+        flags += ["--lr", 1e-3]
     return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
-                 world(out, seed) / f"{examples}.train.jsonl", *steps, base=base)
+                 world(out, seed) / f"{examples}.train.jsonl", *flags, base=base)
 
 # ---------------------------------------------------------------------------------------- tables
 # A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,

@@ -166,7 +166,8 @@ def test_kmeans_gives_the_golden_arrays():
                                     torch.cat([torch.zeros(1000, 2), torch.tensor([[1e4, 0.0]])])])
 def test_kmeans_has_no_empty_cluster_and_no_nan(points):
     for n in (1, 3, 11, len(points)):
-        centroids, assignment = ann.kmeans(points, points[torch.randperm(len(points))[:n]], 5)
+        order = torch.randperm(len(points), generator=torch.Generator().manual_seed(n))
+        centroids, assignment = ann.kmeans(points, points[order[:n]], 5)
         assert centroids.shape == (n, points.shape[1]) and centroids.isfinite().all()
         assert sorted(set(assignment.tolist())) == list(range(n))
 
