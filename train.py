@@ -463,6 +463,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
         say(f"{kind}: going on at step {state['step']}.")
+    signals, began = [], time.time()
 
     def save():
         """Leaves the checkpoint of this step, if all its weights are numbers."""
@@ -487,8 +488,6 @@ def train_stage(run, stage, recipe, checkpoint=None):
             best = {name: t.cpu().clone() for name, t in model.state_dict().items()}
             state.update(best_score=measured["score"], best=best)
         state.update(evaluated=state["step"], sums={})
-
-    signals, began = [], time.time()
 
     def stopped():
         """Whether a process of this run was told to stop."""
