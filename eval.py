@@ -2,7 +2,7 @@
 
     python eval.py --out runs/toy                 report: figures, and what mentions retrieve
     python eval.py --out runs/toy --task qa       figures of the model fine-tuned on questions
-    python eval.py --ask "Who taught Walter Lorenz?"        an answer and its sources
+    python eval.py --ask "Who taught Oskar Jarvis?"        an answer and its sources
     python eval.py --show 5                       what held-out mentions retrieve
 
 An accuracy alone says little about a memory. So the report has "memory", the accuracy with it, and

@@ -4,7 +4,7 @@
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
     memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         (TOME-2; mini: + linking)
+                                                                         (mini: + linking)
     finetune     TOME over that frozen memory     claims and clozes,     labels; eq. 10 where asked
                                                   or questions           for (clozes: + linking)
 
@@ -101,7 +101,7 @@ class Settings:
     lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
                                     # the memory: with --init always, else in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    linking_weight: float = 0.0     # of linking in TOME-1; TOME-2's and EaE's is entity_weight
+    linking_weight: float = 0.0     # of linking in tome; Entities as Experts' is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
     still_given: float = 0.0        # share of mentions that are given memories in all later steps
@@ -130,7 +130,7 @@ PRESETS = {
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
-        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.25,
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.25, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
@@ -286,8 +286,7 @@ def tome_stage(run, recipe, start=None):
         given = GivenMemory(training_memory, len(run.corpus.entity_names))
     items = epochs_of(run, 2, training_passages(run))
     mentions = sample_eval_mentions(run, run.settings.eval_mentions)
-    is_asked = config.n_blocks > 1 or run.is_baseline
-    linking_weight = weight if is_asked else run.settings.linking_weight
+    linking_weight = weight if run.is_baseline else run.settings.linking_weight
 
     def losses(batch, step):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked

@@ -237,11 +237,12 @@ def deciding(run, tome, memory, examples):
 
 FIRST_WORDS = """Azure Brisk Calm Daring Eager Fierce Gaudy Happy Icy Jolly Keen Lively Merry Nimble
  Odd Proud Quick Rusty Shy Tall Ugly Vain Weary Young Zesty Ample Bold Curly Dusty Early Fancy Giddy
- Hasty Idle Jumpy Kind Loud Misty Noisy Old Plain Rapid Sly Tidy Urban Vivid Wise Dizzy""".split()
+ Hasty Idle Jumpy Kind Loud Misty Noisy Old Plain Rapid Sly Tidy Urban Vivid Wise Dizzy Brave
+ Chilly Clever Humble Polite Rowdy Silly Stout Sunny Swift Witty Zippy""".split()
 LAST_WORDS = """Ant Badger Crow Duck Elk Ferret Goose Heron Ibis Jackal Koala Lynx Mole Newt Otter
  Panda Quail Raven Seal Toad Urchin Viper Wasp Yak Zebra Adder Bison Camel Donkey Emu Finch Gecko
  Hare Iguana Jay Kiwi Lemur Moose Narwhal Owl Pony Rabbit Skunk Trout Vole Weasel Wren Beetle
- """.split()
+ Lizard Mouse Parrot Sheep Shrimp Squid Stork Swan Tapir Turkey Walrus Whale""".split()
 
 def renamed(text, mentions, names_of):
     """text and mentions, with mention i shown as the names_of(i) instead, or as it was if there are

@@ -330,7 +330,7 @@ def test_after_a_setting_that_cannot_be_the_corrected_command_works_in_the_same_
 def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_path, capsys, monkeypatch):
     """Ctrl-C while the world of seed 0 is tokenised, then another seed: its world, not the first one's."""
     real, out = data.Corpus.build, tmp_path / "run"
-    small = {name: data.COUNTS[name] // 8 for name in ("person", "city", "company", "film")}
+    small = {name: n // 14 for name, n in data.COUNTS.items()}
     monkeypatch.setattr(data, "COUNTS", data.COUNTS | small)
 
     def interrupted(*args, **kwargs):
@@ -346,7 +346,7 @@ def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_p
     assert f"{out}/batch-tome.pt was made with --seed 5, not 0" in capsys.readouterr().err
 
 def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_path, capsys):
-    small = {name: data.COUNTS[name] // 8 for name in ("person", "city", "company", "film")}
+    small = {name: n // 14 for name, n in data.COUNTS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "COUNTS", data.COUNTS | small)
         train.make_world(tmp_path / "world", 0)
