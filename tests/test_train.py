@@ -330,7 +330,7 @@ def test_after_a_setting_that_cannot_be_the_corrected_command_works_in_the_same_
 def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_path, capsys, monkeypatch):
     """Ctrl-C while the world of seed 0 is tokenised, then another seed: its world, not the first one's."""
     real, out = data.Corpus.build, tmp_path / "run"
-    small = {name: n // 14 for name, n in data.COUNTS.items()}
+    small = {name: max(n // 14, 10) for name, n in data.COUNTS.items()}
     monkeypatch.setattr(data, "COUNTS", data.COUNTS | small)
 
     def interrupted(*args, **kwargs):
@@ -346,7 +346,7 @@ def test_until_something_is_made_another_command_may_have_the_folder(tiny, tmp_p
     assert f"{out}/batch-tome.pt was made with --seed 5, not 0" in capsys.readouterr().err
 
 def test_a_toy_world_that_has_changed_is_refused_by_readers_and_made_again(tmp_path, capsys):
-    small = {name: n // 14 for name, n in data.COUNTS.items()}
+    small = {name: max(n // 14, 10) for name, n in data.COUNTS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "COUNTS", data.COUNTS | small)
         train.make_world(tmp_path / "world", 0)
@@ -861,7 +861,7 @@ def test_a_small_run_learns_to_fill_in_mentions_from_its_memory(tmp_path, monkey
         data.write_lines(world / f"{name}.jsonl", records)
     data.write_lines(more, [line for line in lines if line["title"] in films])
     data.write_lines(new, questions)
-    schedule = {"batch-tome": train.Schedule(2500, 1.5e-3, 100, 64), "tome": train.Schedule(150, 1e-3, 20, 64),
+    schedule = {"batch-tome": train.Schedule(2000, 1.5e-3, 100, 64), "tome": train.Schedule(150, 1e-3, 20, 64),
                 "qa": train.Schedule(150, 1e-3, 10, 64)}
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "schedule": schedule, "log_every": 500,
                                                "eval_mentions": 40, "memory_from": 0.3})
