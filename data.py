@@ -518,12 +518,11 @@ def toy_world(seed=0):
     split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
     split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
     facts |= unseen_facts
-    lines, stated = _toy_passages(rng, facts, split)
+    lines = _toy_passages(rng, facts, split)
     lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
         of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        one, two = (_toy_examples(rng, of_split, hops, limit, name == "train", stated)
-                    for hops in (1, 2))
+        one, two = (_toy_examples(rng, of_split, hops, limit, name == "train") for hops in (1, 2))
         for task in ("qa", "claims"):
             examples[f"{task}.one_hop.{name}"] = one[task]
             examples[f"{task}.two_hop.{name}"] = two[task]
@@ -540,17 +539,16 @@ def _toy_facts(rng, names) -> dict:
             facts[subject, name] = other if one == subject else one
     return facts
 
-def _toy_passages(rng, facts, split) -> tuple:
+def _toy_passages(rng, facts, split) -> list:
     """Five passages per subject. Each states its facts, each time in another phrase, so a
     masked mention can be known from the other four passages only. 5% of the passages of the seen
     world are held out. split: of each fact.
 
     In some 40% of the seen world's training passages one fact is not stated: in place of "X was
-    directed by Y." stands "X's director was born in Z.", with a link to Y on the description, as
-    links stand in Wikipedia ("in a city" where it is no training fact that Y was born in Z). From
-    these a model learns two hops. The examples do not link the description, and ask for nothing
-    that is so stated: the second result, {(subject, first relation, second)}."""
-    lines, stated = [], set()
+    directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
+    as links stand in Wikipedia. From these a model learns whom a description means: the first of
+    two hops. The examples do not link it."""
+    lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
         entity_of = {name: name for name in (subject, *objects.values())}
@@ -564,24 +562,17 @@ def _toy_passages(rng, facts, split) -> tuple:
             if rng.random() < .5 and i != held_out and possible:
                 first = possible[rng.integers(len(possible))]
                 left_out[first] += 1
-                noun, bridge = RELATIONS[first].noun, objects[first]
-                about = [r for r in RELATIONS if (bridge, r) in facts]
+                noun, kind = RELATIONS[first].noun, RELATIONS[first].object
+                about = [r for r in RELATIONS.values() if r.subject == kind]
                 second = about[rng.integers(len(about))]
-                last = facts[bridge, second]
-                if split[bridge, second] == "train" and last != subject:
-                    stated.add((subject, first, second))
-                    entity_of[last] = last
-                else:
-                    last = f"a {RELATIONS[second].object}"
-                phrase = rng.choice(RELATIONS[second].phrases)
-                said[first] = _say(phrase, subject, last, noun)
-                entity_of[noun] = bridge
+                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", noun)
+                entity_of[noun] = objects[first]
             is_train = i != held_out and "unseen" not in (split[subject, r] for r in objects)
             lines.append({"title": subject, **_line("text", " ".join(said.values()), entity_of,
                                                     split="train" if is_train else "held_out")})
-    return lines, stated
+    return lines
 
-def _toy_examples(rng, facts, hops, limit, is_train, stated) -> dict:
+def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
     """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
     director born?", where the director is the bridge.
 
@@ -594,8 +585,7 @@ def _toy_examples(rng, facts, hops, limit, is_train, stated) -> dict:
         # Where the bridge has such a fact, and its object is not the subject again.
         asked = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
                   "bridge": bridge} for (subject, first), bridge in facts.items()
-                 for second in RELATIONS if facts.get((bridge, second), subject) != subject
-                 and (subject, first, second) not in stated]
+                 for second in RELATIONS if facts.get((bridge, second), subject) != subject]
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])

@@ -932,7 +932,7 @@ def facts_of(toy):
 
 def test_the_toy_world_is_the_size_that_was_measured(toy):
     lines, examples = toy
-    assert 17_000 <= len(lines) <= 17_500 and 94_000 <= sum(len(p["mentions"]) for p in lines) <= 97_000
+    assert 17_000 <= len(lines) <= 17_500 and 90_000 <= sum(len(p["mentions"]) for p in lines) <= 95_000
     assert max(len(p["text"].replace(".", " .").split()) for p in lines) <= 40
     tokenizer = data.train_tokenizer((p["text"] for p in lines), 2000)
     assert 400 <= tokenizer.get_vocab_size() <= 600
@@ -1038,35 +1038,6 @@ def test_descriptions_are_linked_in_training_passages_that_do_not_state_their_fa
     train = {(e["subject"], *e["relations"]) for e in examples["qa.one_hop.train"]}
     assert set(described) <= train                          # of what is asked in dev and test nothing is described
     assert {p["title"] for p in data.toy_world(4)[0]} != {p["title"] for p in lines}
-
-
-def test_what_is_said_of_a_description_is_true_and_never_asked_for(toy):
-    """"Alma Verran's mayor was born in Port Ellin." states two facts at once, both of training."""
-    lines, examples = toy
-    facts, nouns, name = facts_of(toy), {r.noun: n for n, r in data.RELATIONS.items()}, "[A-Z][a-z]+ [A-Z][a-z]+"
-    group = {"S": rf"(?P<s>{name})'s (?P<noun>[a-z]+)", "O": rf"(?P<o>{name}|[Aa] [a-z]+)"}
-    patterns = [(n, re.compile(re.sub(r"\b[SO]\b", lambda m: group[m[0]], re.escape(phrase))))
-                for n, relation in data.RELATIONS.items() for phrase in relation.phrases]
-    train = {(e["subject"], *e["relations"]) for e in examples["qa.one_hop.train"]}
-    stated, n_vague = set(), 0
-    for passage in lines:
-        for sentence in re.findall(r"[^.?]+(?:\? [A-Za][^.?]+)?\.", passage["text"]):
-            if "'s " not in sentence:
-                continue
-            (second, m), = {(n, m) for n, pattern in patterns if (m := pattern.fullmatch(sentence.strip()))}
-            first = nouns[m["noun"]]
-            (bridge, _), = facts[m["s"], first].items()
-            (obj, _), = facts[bridge, second].items()
-            is_vague = m["o"].lower() == f"a {data.RELATIONS[second].object}"
-            n_vague += is_vague
-            assert is_vague == ((bridge, second) not in train or obj == m["s"]) and (is_vague or m["o"] == obj)
-            if not is_vague:
-                stated.add((m["s"], first, second))
-                assert obj in {mention["entity"] for mention in passage["mentions"]}
-    assert len(stated) > 1000 and n_vague > 500
-    for key, records in examples.items():
-        if "two_hop" in key or "both" in key:
-            assert not stated & {(e["subject"], *e["relations"]) for e in records}
 
 
 @pytest.mark.slow
