@@ -676,7 +676,7 @@ sys.exit(train.main(sys.argv[1:]))
 def test_two_processes_train_as_one_does(trained, small_world, tmp_path, memory_from):
     """Same batches, same losses, same gradients: after four steps of each stage the weights agree. A fit after the first
     of these steps multiplies rounding: weights that differ by one part in 1e8 then move eq. 10's first losses, of 34, by
-    .01 and weights by 2.5e-4 in one process too. So there these two have wider bounds."""
+    .01 and weights by 2.5e-4 in one process too. So there these two have wider bounds: losses 1e-3 of them."""
     worker, options = tmp_path / "worker.py", ["--set", f"memory_from={memory_from}"]
     worker.write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
     one, two = trained, tmp_path / "two"
@@ -691,20 +691,23 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path, memory_
     for a, b in zip(*logs, strict=True):
         assert a["stage"] == b["stage"]
         for name in {"mlm", "coref", "entity"} & a.keys():
-            rel = 1e-4 if name == "entity" and memory_from else 0
+            rel = 1e-3 if name == "entity" and memory_from else 0
             assert a[name] == pytest.approx(b[name], abs=2e-4, rel=rel)
     first, second = weights(one / "batch-tome.pt"), weights(two / "batch-tome.pt")
     for name in first:
         torch.testing.assert_close(first[name], second[name], atol=5e-4 if memory_from else 2e-4, rtol=1e-3)
 
 @pytest.mark.slow
-def test_while_memories_are_given_only_reading_is_learnt(trained, capsys):
-    before = weights(trained / "tome.pt")
+def test_while_memories_are_given_only_reading_is_learnt(trained, capsys, monkeypatch):
+    before, step, values = weights(trained / "tome.pt"), train.train_step, []
+    monkeypatch.setattr(train, "train_step", lambda *args: values.append(step(*args)) or values[-1])
     (trained / "tome.pt").unlink()
     assert run("--stage", "tome", "--out", trained, "--set", "teacher_forcing=0.5") == 0
     assert "batch-tome: already trained" in capsys.readouterr().out
-    *_, without, half = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
-    assert half["entity"] > 0.6 * without["entity"]         # a mean over the two steps that have this loss
+    half = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
+    entity = [value["entity"] for value in values if "entity" in value]
+    assert len(values) == 4 and len(entity) == 2            # the log has the mean of the steps that have this loss
+    assert half["entity"] == pytest.approx(np.mean(entity), abs=1e-4)
     assert not equal(before, weights(trained / "tome.pt"))
     (trained / "tome.pt").unlink()
     assert run("--stage", "tome", "--out", trained, "--set", "teacher_forcing=1") == 0
