@@ -113,9 +113,11 @@ def pretrained(out, name, seed):
 @once
 def finetuned(out, name, seed, task, hops):
     """The folder of a run fine-tuned on examples about one fact, or about one and two, which need
-    more steps."""
+    more steps; then claims begin from the weights of the questions."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
-    flags = ["--steps", 1600] if hops == TWO else []
+    flags = ["--steps", 3200 if task == "claims" else 1600] if hops == TWO else []
+    if hops == TWO and task == "claims":
+        flags += ["--start", finetuned(out, name, seed, "qa", hops) / "qa.pt"]
     if name in ("no-memory", "entities-as-experts"):
         flags += ["--lr", 1e-3]
     return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
