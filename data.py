@@ -486,6 +486,13 @@ location film city location: S was filmed in O. | The streets of O can be seen i
   Where was the film S made?
 """)}
 
+# What is said of a description, whatever it is of: statements and questions, as in the examples.
+REMARKS = [part.strip() for part in """
+S is well known. | Many talk about S. | Who has heard of S? | Much was written about S. |
+  In the paper one reads about S. | Is S not famous? | S was in the news. | What became of S? |
+  A book tells the story of S. | Where is S today? | Which of us remembers S? | Of S much is said.
+""".split("|")]
+
 # A name, or the noun of a description "X's noun".
 NAME = re.compile("|".join([f"(?:{'|'.join(firsts)}) (?:{'|'.join(lasts)})"
                             for firsts, lasts in NAMES.values()] + [r"(?<='s )\w+"]))
@@ -544,29 +551,26 @@ def _toy_passages(rng, facts, split) -> list:
     masked mention can be known from the other four passages only. 5% of the passages of the seen
     world are held out. split: of each fact.
 
-    In some 40% of the seen world's training passages one fact is not stated: in place of "X was
-    directed by Y." stands "X's director was born in a city.", with a link to Y on the description,
-    as links stand in Wikipedia. From these a model learns whom a description means: the first of
-    two hops. The examples do not link it."""
+    Of one or two of its five passages a training fact is left out: in place of "X was directed by
+    Y." stands "X's director is well known.", with a link to Y on the description, as links stand in
+    Wikipedia. From these a model learns whom a description means: the first of two hops. The
+    examples do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
         entity_of = {name: name for name in (subject, *objects.values())}
+        entity_of |= {RELATIONS[r].noun: obj for r, obj in objects.items()}
         held_out = rng.integers(20)         # 0 to 4: this passage is; else none
         order = {r: rng.permutation(5) for r in objects}
         left_out = Counter()
         for i in range(5):
             said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, objects[r])
                     for r in rng.permutation(list(objects)).tolist()}
-            possible = [r for r in objects if split[subject, r] == "train" and left_out[r] < 2]
-            if rng.random() < .5 and i != held_out and possible:
-                first = possible[rng.integers(len(possible))]
-                left_out[first] += 1
-                noun, kind = RELATIONS[first].noun, RELATIONS[first].object
-                about = [r for r in RELATIONS.values() if r.subject == kind]
-                second = about[rng.integers(len(about))]
-                said[first] = _say(rng.choice(second.phrases), subject, f"a {second.object}", noun)
-                entity_of[noun] = objects[first]
+            for r in said:
+                is_left_out = rng.random() < .5 and left_out[r] < 2
+                if is_left_out and i != held_out and split[subject, r] == "train":
+                    left_out[r] += 1
+                    said[r] = _say(rng.choice(REMARKS), subject, noun=RELATIONS[r].noun)
             is_train = i != held_out and "unseen" not in (split[subject, r] for r in objects)
             lines.append({"title": subject, **_line("text", " ".join(said.values()), entity_of,
                                                     split="train" if is_train else "held_out")})

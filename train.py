@@ -134,7 +134,7 @@ PRESETS = {
         init_std=0.05, memory_from=0.25, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
             "batch-tome": Schedule(3000, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
-            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 2e-3, 40, 64)}),
+            "claims": Schedule(1200, 1e-3, 50, 64), "qa": Schedule(400, 1e-3, 40, 64)}),
 }
 
 # ---- The stages ----------------------------------------------------------------------------------
@@ -364,8 +364,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
 
     def losses(batch, step):
         """Labels of claims from the mean of their mentions (claim_logits). Answers, also of clozes,
-        by eq. 10 with z of the answer head as query ("answer"); of clozes once more with the query
-        of the last memory layer ("linking"): so it learns what to retrieve."""
+        by eq. 10 with z of the answer head as query ("answer"), and once more with the query of the
+        last memory layer ("linking"): so it learns what to retrieve."""
         H, retrieved = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result = {}
         if task == "claims":
@@ -378,10 +378,11 @@ def finetune_stage(run, recipe, start=None, examples=None):
             answer = batch.answer[asked]
             found = retrieve_answer(model, H, batch, training_memory, asked)
             result["answer"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
-        if clozes and retrieved[-1] is not None:
-            found = training_memory.retrieve(retrieved[-1].query[asked], batch.passage[asked],
-                                             run.config.k_answer, run.config.k_answer_shard)
-            result["linking"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
+            if retrieved[-1] is not None:
+                found = training_memory.retrieve(retrieved[-1].query[asked], batch.passage[asked],
+                                                 run.config.k_answer, run.config.k_answer_shard)
+                linking = entity_prediction_loss(found.scores, found.entity, answer)
+                result["linking"] = (weight, linking)
         return result
 
     return Stage(model, next_batch, losses, lambda: {
