@@ -52,7 +52,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 16             # version of the files in a run folder; others are refused
+FORMAT = 17             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -551,10 +551,9 @@ def _toy_passages(rng, facts, split) -> list:
     masked mention can be known from the other four passages only. 5% of the passages of the seen
     world are held out. split: of each fact.
 
-    Of one or two of its five passages a training fact is left out: in place of "X was directed by
-    Y." stands "X's director is well known.", with a link to Y on the description, as links stand in
-    Wikipedia. From these a model learns whom a description means: the first of two hops. The
-    examples do not link it."""
+    A training fact is left out of up to two passages: in place of "X was directed by Y." stands
+    "X's director is well known.", with a link to Y on the description, as links stand in Wikipedia.
+    They teach whom a description means, the first of two hops. Examples do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}

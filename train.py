@@ -6,7 +6,7 @@
     tome         TOME over that frozen memory     passages at random     MLM + entity prediction
                                                                          (mini: + linking)
     finetune     TOME over that frozen memory     claims and clozes,     labels; eq. 10 where asked
-                                                  or questions           for (clozes: + linking)
+                                                  or questions           for, + linking
 
 A cloze is a true claim with one entity masked. Linking is entity prediction once more, from the
 queries of the last memory layer. On real text (preset mini) tome begins with teacher forcing: each
@@ -331,9 +331,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
     """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
     start, examples: paths.
 
-    Each batch of claims adds equally many clozes: true claims with one entity masked. The answer
-    head and the last memory layer have to find it. Labels alone hardly teach what to
-    retrieve: of toy claims about one fact .85 are right instead of .95, about two facts half."""
+    Each batch of claims adds equally many clozes: true claims with one entity masked, which has to
+    be found. Labels alone do not teach what to retrieve where a claim takes two facts."""
     task = recipe["kind"]
     model, fingerprint = load_model(run)
     memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
@@ -342,8 +341,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     training, dev = read_task_examples(run, task, path)
     clozes = []
     if task == "claims":
-        # Labels that no example has are ruled out, so that training need not unlearn them (.92 of
-        # unseen toy claims right without this, .95 with it).
+        # Labels that no example has are ruled out: .95 of unseen toy claims right instead of .92.
         absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in training}
         bias = model.claim.bias.data
         bias[bias < -1e3] = 0               # where the weights of --start ruled them out
@@ -364,8 +362,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
 
     def losses(batch, step):
         """Labels of claims from the mean of their mentions (claim_logits). Answers, also of clozes,
-        by eq. 10 with z of the answer head as query ("answer"), and once more with the query of the
-        last memory layer ("linking"): so it learns what to retrieve."""
+        by eq. 10 with z of the answer head ("answer"), and over what the last memory layer found
+        ("linking"): so it learns what to retrieve."""
         H, retrieved = model(batch.tokens, batch.attention_mask, batch, training_memory)
         result = {}
         if task == "claims":
@@ -378,10 +376,8 @@ def finetune_stage(run, recipe, start=None, examples=None):
             answer = batch.answer[asked]
             found = retrieve_answer(model, H, batch, training_memory, asked)
             result["answer"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
-            if retrieved[-1] is not None:
-                found = training_memory.retrieve(retrieved[-1].query[asked], batch.passage[asked],
-                                                 run.config.k_answer, run.config.k_answer_shard)
-                linking = entity_prediction_loss(found.scores, found.entity, answer)
+            if (last := retrieved[-1]) is not None:
+                linking = entity_prediction_loss(last.scores[asked], last.entity[asked], answer)
                 result["linking"] = (weight, linking)
         return result
 

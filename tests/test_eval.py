@@ -92,10 +92,10 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
-        for key, query in (("answer", z), ("linking", layers[-1].query[mention])):
+        for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", layers[-1].query[mention], loaded.config.k)):
             scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
             scores = np.exp(scores - scores.max())
-            best = np.argsort(-scores)[:loaded.config.k_answer]     # eq. 10, over the retrieved memories
+            best = np.argsort(-scores)[:k]     # eq. 10, over the retrieved memories
             own = scores[best][training.entity.numpy()[best] == int(one.answer[mention])].sum()
             if own > 0:
                 by_hand[key].append(-math.log(own / scores[best].sum()))
