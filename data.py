@@ -553,7 +553,7 @@ def _toy_passages(rng, facts, split) -> list:
 
     A training fact is left out of up to two passages: in place of "X was directed by Y." stands
     "X's director is well known.", with a link to Y on the description, as links stand in Wikipedia.
-    They teach whom a description means, the first of two hops. Examples do not link it."""
+    Such links teach whom a description means, the first of two hops. Examples do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}

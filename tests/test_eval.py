@@ -102,6 +102,26 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     for name, losses in by_hand.items():
         assert 0 < len(losses) <= n and parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
 
+def test_questions_are_asked_of_the_last_memory_layer_too_by_what_it_found(run):
+    loaded, _, _ = train.open_run(run)
+    recipe = {"kind": "qa", "batch": 4, "n_search": None}
+    stage = train.finetune_stage(loaded, recipe, examples=run.parent / "qa.jsonl")
+    model, batch = stage.model.eval(), stage.next_batch(0)
+    memory = train.open_memory(loaded, model, train.load_model(loaded)[1])[1]
+    with torch.no_grad():
+        losses = stage.losses(batch, 0)
+        _, layers = model(batch.tokens, batch.attention_mask, batch, memory)
+    by_hand = []
+    for m in (batch.answer > 0).nonzero()[:, 0].tolist():
+        scores = memory.keys.numpy().astype(np.float64) @ layers[-1].query[m].numpy()
+        best = np.argsort(-scores)[:loaded.config.k]
+        scores = np.exp(scores[best] - scores.max())
+        own = scores[memory.entity.numpy()[best] == int(batch.answer[m])].sum()
+        by_hand += [-math.log(own / scores.sum())] if own > 0 else []
+    weight, loss = losses["linking"]
+    assert losses.keys() == {"answer", "linking"} and weight == 1
+    assert by_hand and float(loss) == pytest.approx(np.mean(by_hand), abs=1e-4)
+
 def test_claims_of_which_no_true_one_names_an_entity_are_learnt_from_their_labels_alone(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
     (run / "claims.pt").unlink()
