@@ -251,7 +251,7 @@ def main(argv=None):
         parser.error("--examples goes with --task qa or --task claims, to be measured")
     try:
         run, tome, memory = train.open_run(args.out, args.task, args.device, args.n_search)
-        if run.is_baseline and (args.show or args.memory_fraction < 1):
+        if run.is_baseline and (args.show or args.memory_fraction < 1 or args.n_search):
             raise data.UserError(f"{args.out} is a baseline: it has no mention memory")
         if not run.is_baseline:
             memory = memory.sample(args.memory_fraction)

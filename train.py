@@ -116,13 +116,13 @@ class Settings:
 # What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
 # Their models are small and their steps few, so rates are six to two hundred times the paper's.
 # Each process offers all k, so that the search is exact whatever their number.
-SMALL = dict(value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
+SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
              k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
              memory_dtype="float32", beta2=0.98)
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
-        hidden=128, n_heads=8, intermediate=512, max_positions=256, value_dim=256,
+        hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
         coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing=0.29,
         still_given=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07, lower_rate=0.25,
@@ -1093,6 +1093,8 @@ def flags_of_stage(run, args):
              if getattr(args, name) is not None}
     for name, value in flags.items():
         check_value("--", name, value)
+    if run.is_baseline and "n_search" in flags:
+        raise UserError("--n-search: a baseline has no mention memory; leave it out")
     if args.start is not None:
         if args.start == "scratch" and run.has_batch_tome:
             raise UserError("--start scratch: the weights of --init are trained; leave --start out")

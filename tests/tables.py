@@ -115,7 +115,7 @@ def finetuned(out, name, seed, task, hops):
     """The folder of a run fine-tuned on examples about one fact, or about one and two, which need
     more steps."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
-    flags = ["--steps", 1600] if hops == TWO else []
+    flags = ["--steps", {"qa": 1600, "claims": 2400}[task]] if hops == TWO else []
     return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
                  world(out, seed) / f"{examples}.train.jsonl", *flags, base=base)
 

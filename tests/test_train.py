@@ -750,6 +750,8 @@ def test_a_baseline_trains_without_a_mention_memory(tiny, small_world, tmp_path,
     assert log[-1]["step"] == 8 and ("linking" in log[-1]) == (memory == "entities")     # batch-tome's steps and tome's
     assert run("--stage", "memory", *out) == 1 and "baseline" in capsys.readouterr().err
     assert run("--stage", "tome", "--set", "hidden=12", *out) == 1 and "--set hidden=96, not 12" in capsys.readouterr().err
+    assert run("--stage", "tome", "--n-search", "4", *out) == 1 and "--n-search: a baseline" in capsys.readouterr().err
+    assert evaluation.main(["--out", str(out[1]), "--n-search", "4"]) == 1
     assert evaluation.main(["--out", str(out[1]), "--show"]) == 1
 
 @pytest.mark.slow
