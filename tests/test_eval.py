@@ -55,6 +55,14 @@ def run(out, monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)                 # not installed, unless a test says so
     return out
 
+def loss_of_equation_10(memory, query, answer, k):
+    """Over the k memories that a query finds, in plain numpy: [loss], or [] where none is the answer's."""
+    scores = memory.keys.numpy().astype(np.float64) @ query.detach().numpy()
+    best = np.argsort(-scores)[:k]
+    scores = np.exp(scores[best] - scores.max())
+    own = scores[memory.entity.numpy()[best] == answer].sum()
+    return [-math.log(own / scores.sum())] if own > 0 else []
+
 def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path):
     """One batch of both against each read alone, the sums of eq. 10 by hand."""
     claims = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
@@ -93,12 +101,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
         for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", layers[-1].query[mention], loaded.config.k)):
-            scores = training.keys.numpy().astype(np.float64) @ query.detach().numpy()
-            scores = np.exp(scores - scores.max())
-            best = np.argsort(-scores)[:k]     # eq. 10, over the retrieved memories
-            own = scores[best][training.entity.numpy()[best] == int(one.answer[mention])].sum()
-            if own > 0:
-                by_hand[key].append(-math.log(own / scores[best].sum()))
+            by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
     for name, losses in by_hand.items():
         assert 0 < len(losses) <= n and parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
 
@@ -113,11 +116,7 @@ def test_questions_are_asked_of_the_last_memory_layer_too_by_what_it_found(run):
         _, layers = model(batch.tokens, batch.attention_mask, batch, memory)
     by_hand = []
     for m in (batch.answer > 0).nonzero()[:, 0].tolist():
-        scores = memory.keys.numpy().astype(np.float64) @ layers[-1].query[m].numpy()
-        best = np.argsort(-scores)[:loaded.config.k]
-        scores = np.exp(scores[best] - scores.max())
-        own = scores[memory.entity.numpy()[best] == int(batch.answer[m])].sum()
-        by_hand += [-math.log(own / scores.sum())] if own > 0 else []
+        by_hand += loss_of_equation_10(memory, layers[-1].query[m], int(batch.answer[m]), loaded.config.k)
     weight, loss = losses["linking"]
     assert losses.keys() == {"answer", "linking"} and weight == 1
     assert by_hand and float(loss) == pytest.approx(np.mean(by_hand), abs=1e-4)
