@@ -112,10 +112,10 @@ def pretrained(out, name, seed):
 
 @once
 def finetuned(out, name, seed, task, hops):
-    """The folder of a run fine-tuned on examples about one fact, or about one and two, which need
-    more steps."""
+    """The folder of a run fine-tuned on examples about one fact, or about one and two: such
+    questions need more steps."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
-    flags = ["--steps", {"qa": 1600, "claims": 2400}[task]] if hops == TWO else []
+    flags = ["--steps", 1600] if (task, hops) == ("qa", TWO) else []
     return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
                  world(out, seed) / f"{examples}.train.jsonl", *flags, base=base)
 
