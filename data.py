@@ -548,14 +548,14 @@ def _toy_facts(rng, names) -> dict:
 
 def _toy_passages(rng, facts, split) -> list:
     """Five passages per subject. Each states its facts, each time in another phrase, so a
-    masked mention can be known from the other four passages only. 5% of the passages of the seen
+    masked mention can be known from the other passages only. 5% of the passages of the seen
     world are held out. split: of each fact.
 
     Half of the training facts are left out of two passages: in place of "X was directed by Y."
-    stands "X's director is well known.", with a link to Y on the description, as links stand in
-    Wikipedia. Such links teach whom a description means, the first of two hops; examples do not
-    link it. Of all training facts they would teach to answer from such a link, which no fact of
-    the tests has (questions about two facts: .2 and .4 right instead of .8 and 1.0)."""
+    stands "X's director is well known.", with a link to Y on the description. Such links teach
+    whom a description means, the first of two hops; examples do not link it. Of all training facts
+    they would teach to answer from such a link, which no fact of the tests has
+    (tests/README.md, "Descriptions at the answer")."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
