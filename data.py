@@ -250,7 +250,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
     not fit stays unused. Of equals one whose title shares a word with the cluster's titles comes
     first: where no two names of a batch are alike, one word of a name is all that must be learnt
-    (toy, seed 15: .25 of a masked mention's attention on its entity, 1.00 so). Then by seed."""
+    (800 persons: .25 of a masked mention's attention on its entity, 1.00 so). Then by seed."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are numbered in random order, since argmax takes the first of equals.
