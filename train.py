@@ -340,9 +340,15 @@ def finetune_stage(run, recipe, start=None, examples=None):
     path = examples or toy_file(run, task, split="train")
     training, dev = read_task_examples(run, task, path)
     clozes = []
-    if task == "claims" and run.settings.cloze_weight:
-        rng = np.random.default_rng([run.seed, 6])
-        clozes = [cloze for example in training for cloze in clozes_of(run, example, rng)]
+    if task == "claims":
+        # Labels that no example has are ruled out: they need not be unlearnt, and are never given.
+        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in training}
+        bias = model.claim.bias.data
+        bias[bias < -1e3] = 0               # where the weights of --start ruled them out
+        bias[list(absent)] = -1e4
+        if run.settings.cloze_weight:
+            rng = np.random.default_rng([run.seed, 6])
+            clozes = [cloze for example in training for cloze in clozes_of(run, example, rng)]
     weight = 1.0 if task == "qa" else run.settings.cloze_weight         # of asking for an entity
     items = epochs_of(run, 4, len(training))
     cloze_items = epochs_of(run, 5, len(clozes)) if clozes else None

@@ -131,6 +131,21 @@ def test_claims_of_which_no_true_one_names_an_entity_are_learnt_from_their_label
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     assert "claims" in last and "linking" not in last
 
+def test_a_label_that_training_lacks_is_never_predicted_until_a_later_training_has_it(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
+    records = [{"text": c, "label": data.CLAIM_LABELS[n % 2]} for n, c in enumerate(CLAIMS)]
+    two = write(tmp_path / "two.jsonl", records)
+    three = write(tmp_path / "three.jsonl", records + [{"text": CLAIMS[0] + "!", "label": "NOT ENOUGH INFO"}] * 9)
+    loaded = train.read_run(run).open()
+    recipe = {"kind": "claims", "batch": 4, "n_search": None}
+    model = train.finetune_stage(loaded, recipe, examples=two).model
+    assert model.claim.bias[2] < -9999 and model.claim.bias[:2].abs().max() < 1
+    torch.save(dict.fromkeys(train.CHECKPOINT) | {
+        "model": model.state_dict(), "recipe": {"format": data.FORMAT},
+        "vocab": data.checksum(loaded.corpus.folder / "vocab.txt")}, tmp_path / "start.pt")
+    model = train.finetune_stage(loaded, recipe, str(tmp_path / "start.pt"), three).model
+    assert model.claim.bias.abs().max() < 1
+
 def evaluate(run, *arguments):
     return evaluation.main(["--out", str(run), *map(str, arguments)])
 
