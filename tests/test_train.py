@@ -673,16 +673,14 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_from", [0.0, TINY["memory_from"]])
-def test_two_processes_train_as_one_does(trained, small_world, tmp_path, memory_from):
+def test_two_processes_train_as_one_does(tiny, small_world, tmp_path, memory_from):
     """Same batches, same losses, same gradients: after four steps of each stage the weights agree. A fit after the first
-    of these steps multiplies rounding: initial weights that differ by one part in 1e7, as float32's rounding does, move
-    eq. 10's first losses, of 33, by .005, .04 and .45 in one process, too. So there they and weights have wider bounds."""
-    worker, options = tmp_path / "worker.py", ["--set", f"memory_from={memory_from}"]
+    of these steps whitens components of hardly any variance, and so multiplies rounding: with keys of 64 numbers it moves
+    eq. 10's first losses, of 33, by up to .45 in one process, too. With 8, of the largest variance, the bounds are little wider than without."""
+    worker, options = tmp_path / "worker.py", ["--set", f"memory_from={memory_from}", "--set", "key_dim=8"]
     worker.write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    one, two = trained, tmp_path / "two"
-    if memory_from != TINY["memory_from"]:
-        one = tmp_path / "one"
-        assert run("--stage", "tome", "--corpus", small_world, "--out", one, *options) == 0
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run("--stage", "tome", "--corpus", small_world, "--out", one, *options) == 0
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                            str(worker), "--stage", "tome", "--corpus", str(small_world), "--out", str(two), *options],
                           capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -691,7 +689,7 @@ def test_two_processes_train_as_one_does(trained, small_world, tmp_path, memory_
     for a, b in zip(*logs, strict=True):
         assert a["stage"] == b["stage"]
         for name in {"mlm", "coref", "entity"} & a.keys():
-            rel = 2e-2 if name == "entity" and memory_from else 0
+            rel = 3e-4 if name == "entity" and memory_from else 0
             assert a[name] == pytest.approx(b[name], abs=2e-4, rel=rel)
     first, second = weights(one / "batch-tome.pt"), weights(two / "batch-tome.pt")
     for name in first:
