@@ -52,7 +52,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 18             # version of the files in a run folder; others are refused
+FORMAT = 19             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -248,9 +248,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
 
     A cluster starts from the article with most unused passages. Then, until it is full, the article
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
-    not fit stays unused. Of equals one whose title shares a word with the cluster's titles comes
-    first: where no two names of a batch are alike, one word of a name is all that must be learnt
-    (800 persons: .25 of a masked mention's attention on its entity, 1.00 so). Then by seed."""
+    not fit stays unused. Ties are broken by the seed."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are numbered in random order, since argmax takes the first of equals.
@@ -260,12 +258,11 @@ def related_clusters(corpus, size, seed, passages) -> list:
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
         entities[a].update({*corpus.passage_entities(p).tolist()} - {0})        # 0: not linked
-    words = [{*corpus.titles[n].split()} for n in numbers]
-    articles = defaultdict(list)                # of each entity, and of each word of a title
+    articles = defaultdict(list)                # of each entity
     for a in range(len(numbers)):
-        for key in entities[a] | words[a]:
-            articles[key].append(a)
-    articles = {key: np.array(found) for key, found in articles.items()}
+        for entity in entities[a]:
+            articles[entity].append(a)
+    articles = {entity: np.array(found) for entity, found in articles.items()}
     n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
 
@@ -273,7 +270,6 @@ def related_clusters(corpus, size, seed, passages) -> list:
     while n_unused.any():
         a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
         both = np.zeros(len(numbers))               # how many of these each article has
-        alike = np.zeros(len(numbers))              # 1: shares a title word with the cluster
         while True:
             n = size - len(cluster)
             cluster += unused[a][:n]
@@ -284,12 +280,9 @@ def related_clusters(corpus, size, seed, passages) -> list:
             for entity in entities[a] - joined:
                 both[articles[entity]] += 1
             joined |= entities[a]
-            for word in words[a]:
-                alike[articles[word]] = 1
             jaccard = both / (n_entities + len(joined) - both).clip(1) * (n_unused > 0)
             # if nothing left shares an entity, the first article left
-            best = jaccard * (1 + 1e-9 * alike) if jaccard.any() else n_unused > 0
-            a = best.argmax()
+            a = (jaccard if jaccard.any() else n_unused > 0).argmax()
         clusters.append(np.array(cluster))
     return clusters
 

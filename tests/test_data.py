@@ -745,7 +745,7 @@ def entity_sets(corpus, passages):
 def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
     rng = np.random.default_rng(seed)
     records = [line("a b c", *[(i, i + 1, f"E{rng.integers(12) + 6 * (a % 5)}") for i in (0, 2, 4)],
-                    title=f"A{a} B{a % 7}" if a % 3 else f"A{a}") for a in rng.integers(0, 25, 160)]
+                    title=f"A{a}") for a in rng.integers(0, 25, 160)]
     corpus, _ = build(tmp_path, records)
     allowed = np.flatnonzero(rng.random(len(corpus.article)) < .9)
     clusters = data.related_clusters(corpus, size, seed, allowed)
@@ -758,10 +758,7 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
         for i, article in enumerate(order):
             if i:
                 jaccard = {a: len(sets[a] & joined) / len(sets[a] | joined) for a in left if left[a]}
-                best = {a for a in jaccard if jaccard[a] == max(jaccard.values())}
-                met = {word for a in order[:i] for word in corpus.titles[a].split()}
-                alike = {a for a in best if met & set(corpus.titles[a].split())}
-                assert article in (alike or best) or not max(jaccard.values())
+                assert jaccard[article] == max(jaccard.values())
             mine = [p for p in cluster if corpus.article[p] == article]
             assert mine == left[article][:len(mine)]
             left[article] = left[article][len(mine):]
@@ -771,15 +768,6 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
     assert all(np.array_equal(a, b) for a, b in zip(clusters, again))
     other = data.related_clusters(corpus, size, seed + 9, allowed)
     assert any(not np.array_equal(a, b) for a, b in zip(clusters, other))   # ties fall otherwise
-
-
-def test_of_equally_related_articles_those_with_names_alike_meet_in_a_cluster(tmp_path):
-    """Four times three articles, of which each links the same entity and two words of a title are rarely shared."""
-    records = [line("a", (0, 1, "E"), title=f"F{a % 4} L{a}") for a in range(12)]
-    corpus, _ = build(tmp_path, records)
-    for seed in range(3):
-        clusters = data.related_clusters(corpus, 3, seed, np.arange(12))
-        assert sorted(sorted(a % 4 for a in c.tolist()) for c in clusters) == [[n] * 3 for n in range(4)]
 
 
 def test_articles_that_share_nothing_still_fill_the_clusters(tmp_path):
