@@ -37,7 +37,7 @@ def dot(queries, keys):
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The definition that the searches below are tested against. Arguments as exact_topk's."""
-    scores = dot(queries, keys)                                              # (Q, N)
+    scores = dot(queries, torch.as_tensor(keys))                             # (Q, N)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     if query_passage is not None:
         own = (query_passage[:, None] == key_passage) & (query_passage[:, None] >= 0)

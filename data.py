@@ -83,7 +83,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
     A passage ends as late as these two allow, and never inside a mention. A mention covers every
     token that it touches. Mentions never overlap: of two that share a token, the one that starts
-    first is kept, of two that start together the longer one. Else masking one would show half of
+    first is kept, of two that start together the longer one. Else masking one would hide a part of
     the other.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
@@ -293,7 +293,7 @@ class Example(NamedTuple):
     text: str
     mentions: list | None       # None: to be found (mention_finder)
     label: int | None           # claims: index into CLAIM_LABELS; None: a cloze, or not known
-    answers: list               # questions: entity names, any of which is right, or []
+    answers: list               # entity names, any of which is right; [] of a claim
     info: dict                  # the whole record, with its other fields: subject, bridge, …
 
 # Chinese and Japanese put no spaces between words, so that each of their characters is a word.
@@ -546,8 +546,8 @@ def _toy_passages(rng, facts, split) -> list:
 
     Half of the training facts are left out of two passages: in place of "X was directed by Y."
     stands "X's director is well known.", with a link to Y on the description. Such links teach
-    whom a description means, the first of two hops; examples do not link it. Of all training facts
-    they would teach to answer from such a link, which no fact of the tests has
+    whom a description means, the first of two hops; examples do not link it. If all training facts
+    had them, the model would learn to answer from such links, which facts of tests lack
     (tests/README.md, "Descriptions at the answer")."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):

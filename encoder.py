@@ -103,8 +103,8 @@ class SelfAttention(nn.Module):
         qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)              # each (B, heads, T, hidden / heads)
         scores = (q * q.shape[-1] ** -0.5) @ k.mT         # (B, heads, T, T)
-        # In place and hidden from autograd: padding has weight 0, so its gradient is 0 anyway, and
-        # no copy of the scores is made.
+        # F.scaled_dot_product_attention is slower on a CPU (tests/README.md). Masked in place,
+        # hidden from autograd: no copy is made, and padding has weight 0, so its gradient is 0.
         with torch.no_grad():
             scores.masked_fill_(~attention_mask[:, None, None, :], -torch.inf)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v

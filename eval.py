@@ -42,7 +42,7 @@ def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json: train.masked_mentions' figures of
     at most n held-out mentions of each of train.GROUPS; None if there are none. A baseline has no
     controls. Else there are also the accuracy with the memory emptied and with its values shuffled;
-    the gain of a mention's share of right words, its mean and the 95% interval from paired
+    the gain of a mention's share of right tokens, its mean and the 95% interval from paired
     differences; and how often BM25's vote names the entity. Also returns the mentions, and of each
     this share with the memory and with it emptied; of a baseline ()."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)

@@ -36,7 +36,7 @@ class Retrieved(NamedTuple):
     """What M mentions found: K memories each, best first if they were searched for. Where a search
     finds fewer, scores are -inf, ids -1 and entity 0. Of attend_to_all (K = N, not sorted) an
     excluded memory has score -inf, but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient into the query
+    scores: torch.Tensor            # (M, K) query · key, with gradient; none if given
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -86,7 +86,7 @@ class EntityTable(nn.Module):
 class MentionMemory:
     """This process's rows of the frozen table, N of each of ARRAYS: tensors or numpy arrays.
 
-    A query never finds rows whose `passage` is its own: in training those of the text it stands in
+    A query never finds rows whose `passage` is its own: in training those of the one it stands in
     ("disallowed same passage retrieval", §2.4). For evaluation, by_article replaces `passage` by
     numbers of articles: then all rows of one article can be hidden."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
@@ -169,7 +169,7 @@ class GivenMemory(MentionMemory):
     keeps what a search would find for every mention."""
     def __init__(self, memory, n_entities):
         vars(self).update(vars(memory))
-        self.others_search = False
+        self.memory, self.others_search = memory, False
         entity = ann.gather(self.entity)
         self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
         self.first = self.count.cumsum(0) - self.count
@@ -188,7 +188,7 @@ class GivenMemory(MentionMemory):
         given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
         if not self.others_search:
             return given
-        self.found = found = super().retrieve(query, passage, k, k_shard)
+        self.found = found = self.memory.retrieve(query, passage, k, k_shard)
         is_given = self.wanted[:, None] > 0         # a mention has one of the two
         return Retrieved(*(torch.cat([mine, its.masked_fill(is_given, none)], 1)
                            for mine, its, none in zip(given[:3], found[:3], (-torch.inf, -1, 0))))
@@ -204,7 +204,7 @@ class MemoryAttention(nn.Module):
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
-        """The update of eq. 9 at each mention's start; found: what eq. 6–8 retrieved for it."""
+        """H with eq. 9's update at each mention's start, normalised; what eq. 6–8 retrieved."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)._replace(query=query)
         # accumulate=True adds the update to H_s. A mention that was allowed no memory gets no
@@ -219,7 +219,7 @@ class MemoryAttention(nn.Module):
 @np.errstate(over="ignore")     # too much for float16 is inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """Memory rows of the linked mentions of these passages (their numbers, at least one),
-    from their unmasked text (§2.1.2): a dictionary of ARRAYS in the order of the corpus. corpus: a
+    from their unmasked text (§2.4): a dictionary of ARRAYS in the order of the corpus. corpus: a
     data.Corpus; its passage_start says where each passage's tokens begin."""
     encoder.eval()
     # Passages without a linked mention (28% of a real corpus) are not read. The first always is, so

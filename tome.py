@@ -7,7 +7,7 @@
 The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
 give keys and values (§2.1.1). BATCH-TOME trains this encoder: a batch is read with it, then again
 as TOME, which attends to the mentions of the first read (§2.3). TOME goes on from its weights
-over the frozen memory of the whole corpus (§2.4). A last retrieval names the answer (eq. 10).
+over the frozen memory of the whole corpus (§2, §2.3). A last retrieval names the answer (eq. 10).
 
 In shapes: B passages of T tokens, M mentions of the whole batch (not the matrix M of eq. 2), K
 retrieved memories of each, L masked tokens (not the L of eq. 5). z is the paper's z_m, `scores`
@@ -195,7 +195,7 @@ def claim_logits(tome, H, batch):
 
 def retrieve_answer(tome, H, batch, memory, at):
     """What the n mentions `at` (numbers, a mask or a slice) retrieve with z of eq. 10 as query:
-    Retrieved of (n, K), of which scores and entity are used."""
+    Retrieved of (n, K); weights and value are not used."""
     z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
     return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 
@@ -222,9 +222,9 @@ def fit_retrieval(model, batches, self_score=20.0):
     Keys: the first n <= d_K principal components of [H_s; H_e] in unmasked text, whitened, each of
     variance self_score / n. So a key's mean score with itself is self_score; at 20 the softmax
     prefers it among thousands. Queries, and z of eq. 10: a linear map from [H_s; H_e] in masked
-    text (queries: of H0, z: of the last layer) to the mean key of the mention's entity. With this
-    target, queries find 10% of masked entities on real text; with the mention's own key as target
-    only 1%, since they look for the form of a name."""
+    text (queries: of H0, z: of the last layer) to the mean key of the mention's entity. On real
+    text masked mentions then give 10% of their attention to their entity; with their own key as
+    target only 1%, since queries then look for the form of a name."""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)

@@ -1,4 +1,4 @@
-"""The stages of training (paper §2.3, §2.4, app. A, B.1), and the one loop that runs them.
+"""The stages of training (paper §2.3, §2.4, §4.3, §4.4, app. A, B.1), and their one loop.
 
     stage        what learns                      from                   losses
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
@@ -215,7 +215,7 @@ def batch_tome_stage(run, recipe):
     is_begun = (run.out / "batch-tome.pt").exists()         # then its weights come from there
     model = BatchTOME(TOME(run.batch_tome_config)) if is_begun else new_batch_tome(run)
     # From this step on, the memory is on.
-    fit_step = max(int(recipe["steps"] * settings.memory_from), settings.memory_from > 0)
+    fit_step = max(1, int(recipe["steps"] * settings.memory_from)) if settings.memory_from else 0
 
     def evaluate():
         """Over a small memory, for speed. It is attended to here before the fit, too."""
@@ -244,9 +244,9 @@ def batch_tome_stage(run, recipe):
 
     def losses(batch, step):
         """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
-        its passage says about the entity; without it TOME loses most (app. B.5). Before the fit it
-        is also applied to H0, from which queries are made: there a masked mention must already
-        know whom to look for."""
+        its passage says about the entity; without it TOME loses 2 to 8 points (app. B.5). Before
+        the fit it is also applied to H0, from which queries are made: there a masked mention must
+        already know whom to look for."""
         if step < fit_step:
             H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
             H, _ = model.tome.read_blocks(H0, batch.attention_mask)
@@ -293,8 +293,8 @@ def tome_stage(run, recipe, start=None):
         text and would give the answer away.
 
         Teacher forcing: in the first steps all mentions are given memories, and the Transformer
-        layers below stand still; later a share of them, or reading is unlearnt again: search rarely
-        finds the entity (on real text for one masked mention in ten)."""
+        layers below stand still; later a share of them, or reading is unlearnt again: attention
+        rarely finds the entity (on real text a tenth of a masked mention's)."""
         all_given = step < forcing * recipe["steps"]
         given_share = 1.0 if all_given else still_given
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
@@ -328,8 +328,8 @@ def tome_stage(run, recipe, start=None):
                  losses, lambda: masked_mentions(run, model, memory, mentions)[0], fingerprint)
 
 def finetune_stage(run, recipe, start=None, examples=None):
-    """TOME on claims (FEVER's three labels) or questions (eq. 10 at an appended [MASK]); app. B.1.
-    start, examples: paths.
+    """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]), and
+    app. B.1. start, examples: paths.
 
     Each batch of claims adds equally many clozes: true claims with one entity masked, which has to
     be found. Labels alone do not teach what to retrieve where a claim takes two facts."""
@@ -516,7 +516,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
             raise KeyboardInterrupt(f"Stopped after {kind}, which is saved")
 
 # ---- Weights that a stage starts from ------------------------------------------------------------
-# TOME starts from BATCH-TOME's weights (§2.4): then its queries fit the keys in the memory. A
+# TOME starts from BATCH-TOME's weights (§2.3): then its queries fit the keys in the memory. A
 # memory is of one Mention Encoder; no TOME learns to read another one's (app. B.6).
 
 def new_batch_tome(run, seed=None):
@@ -672,8 +672,7 @@ def sample_eval_mentions(run, n):
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for these mentions, while the Mention Encoder still changes: those
-    of their articles, `each` that link an entity (they may be of the former), `others` at random.
-    """
+    of their articles, of `each` random mentions of each of their entities, `others` at random."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
