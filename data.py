@@ -21,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import unicodedata
@@ -606,14 +607,20 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
 
 # ==== Set apart: files ============================================================================
 
+def is_out_of_memory(error) -> bool:
+    """PyTorch's errors of a full memory have no class of their own, but on a GPU."""
+    return isinstance(error, MemoryError) or bool(re.search("allocate|out of memory", str(error)))
+
 @contextmanager
 def intact(path, what="is damaged", remedy="remove it to train this stage again"):
     """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
     try:
         yield
-    except UserError:
+    except (UserError, PermissionError):
         raise
     except Exception as error:              # a stranger's file can be wrong in any way
+        if is_out_of_memory(error):
+            raise UserError(f"{path} does not fit in memory; use more processes") from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 
@@ -621,16 +628,21 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
 
 MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 
-def open_text(path, max_line=-1) -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark. A
-    line of more than max_line characters comes in pieces. Raises UserError for what is no file or
-    cut off. Bytes that are not UTF-8 become lone surrogates, which read_records refuses."""
+def open_bytes(path):
+    """A file to read. Raises UserError for what cannot be read twice."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
-    with open(path, "rb") as raw:
+    return open(path, "rb")
+
+def open_text(path, max_line=-1, errors="strict") -> Iterator[str]:
+    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark. A
+    line of more than max_line characters comes in pieces. Raises UserError for what is no file, cut
+    off or not UTF-8; with errors="surrogateescape" read_records refuses the last, with its line.
+    """
+    with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
-        lines = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
-        with intact(path, "cannot be read to its end", "copy it again"):
+        lines = TextIOWrapper(file, "utf-8-sig", errors, newline="\n")
+        with intact(path, "cannot be read to its end", "give a whole file, in UTF-8"):
             yield from iter(lambda: lines.readline(max_line), "")
 
 def read_records(path, make, errors=None):
@@ -638,7 +650,7 @@ def read_records(path, make, errors=None):
 
     Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
     is appended to it and reading goes on."""
-    for n, line in enumerate(open_text(path, MAX_LINE), 1):
+    for n, line in enumerate(open_text(path, MAX_LINE, "surrogateescape"), 1):
         if len(line) == MAX_LINE:
             raise UserError(f"{path}:{n}: over {MAX_LINE:,} characters; put one text on a line")
         try:
@@ -693,6 +705,8 @@ def read_examples(path, task) -> list:
     def make(record):
         text = field(record, "question" if task == "qa" else "text", [str])
         answers = field(record, "answers", [list]) if task == "qa" else []
+        if any(isinstance(answer, (dict, list)) for answer in answers):
+            raise ValueError("answers: not a list of names of entities")
         label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
         label = None if label is None else CLAIM_LABELS.index(label)
         answers = [str(answer) for answer in answers if answer]
@@ -727,13 +741,6 @@ def write_file(path, write):
         raise UserError(f"{path} cannot be written ({error}); check the folder and room") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
-
-def remove(path):
-    """Removes a file, a folder or a link, but not what the link points to."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        Path(path).unlink(missing_ok=True)
 
 def sync(path):
     """Makes a file, or the names in a folder, outlast a loss of power."""
@@ -804,7 +811,7 @@ def printable(text) -> str:
 def complain(program, error) -> int:
     """One sentence on stderr; returns the exit status of a program that could not do its work."""
     if isinstance(error, OSError):
-        where, why = error.filename or "the output", error.strerror or error
+        where, why = error.filename or "the output or a temporary file", error.strerror or error
         error = f"{where}: {why}; check the name, rights and room"
     print(printable(f"{program}: {error}"), file=sys.stderr)
     return 1
@@ -842,7 +849,7 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
                                         limit_alphabet=1000, show_progress=False)
     tokenizer.train_from_iterator(stream(), trainer)
     chars = sorted(set("".join(words)))
-    inner = ["##" + c for c in chars if c.isalnum()]
+    inner = ["##" + c for c in chars if len(splitter.pre_tokenize_str("a" + c)) == 1]
     vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
     if len(vocab) > vocab_size:
         vocab = [*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))]
@@ -915,9 +922,7 @@ class Corpus:
         recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
         all that is new is held out. Raises UserError for a bad line or no linked mention."""
         part = f"{os.path.normpath(folder)}.part"
-        if os.path.lexists(folder):
-            raise UserError(f"{folder}: exists; choose another folder, or remove it")
-        remove(part)
+        shutil.rmtree(part, ignore_errors=True)
         os.makedirs(part)
         try:
             about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
@@ -925,7 +930,7 @@ class Corpus:
             Path(part, "vocab.txt").write_text("\n".join(sorted(number, key=number.get)), "utf-8")
             commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
-            remove(part)
+            shutil.rmtree(part, ignore_errors=True)
         return Corpus(folder)
 
     def passage(self, p) -> Passage:
@@ -962,12 +967,6 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
                  for name in Corpus.ARRAYS}
-
-        def append(**arrays):
-            """Adds values to the end of each array."""
-            for name, values in arrays.items():
-                files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
-
         for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None):
             encoding = tokenizer.encode(text.text, add_special_tokens=False)
             is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
@@ -987,9 +986,11 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
                 counts.update(passages=1, passages_held_out=held_out, mentions=m,
                               linked=sum(number > 0 for number in linked),
                               tokens=len(passage.tokens) - 2 * m - 2)
-                append(tokens=passage.tokens, mention_entity=linked, article=[article],
-                       mention_char=[text.mentions[i][:2] for i in passage.index],
-                       held_out=[held_out], text_at=[text_from, files["text"].tell()])
+                arrays = dict(tokens=passage.tokens, mention_entity=linked, article=[article],
+                              mention_char=[text.mentions[i][:2] for i in passage.index],
+                              held_out=[held_out], text_at=[text_from, files["text"].tell()])
+                for name, values in arrays.items():
+                    files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
     if not counts["linked"]:
         raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
@@ -1029,7 +1030,7 @@ def read_dump(path, say_language=False):
     """Streams (title, kind, text) of the pages of an XML dump, plain or bz2. Of a redirect the text
     is its target, of a disambiguation page, which leads to no article, it is "". Nothing may stand
     before <mediawiki>: a <!DOCTYPE> would define entities."""
-    with open(path, "rb") as raw, intact(path, "is no whole MediaWiki dump", "give XML or bz2"):
+    with open_bytes(path) as raw, intact(path, "is no whole MediaWiki dump", "give XML or bz2"):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
         head = file.peek()[:1000]
         if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
@@ -1039,7 +1040,7 @@ def read_dump(path, say_language=False):
         parsed = ElementTree.iterparse(file, ["start", "end"])
         _, root = next(parsed)
         for event, page in parsed:
-            if event == "end" and page.tag.endswith("}page"):
+            if event == "end" and page.tag.rpartition("}")[2] == "page":
                 title = canonical(page.findtext("{*}title", ""))
                 text = page.findtext("{*}revision/{*}text", "")
                 redirect, kind = page.find("{*}redirect"), "article"
@@ -1109,7 +1110,8 @@ def wiki(path, out, workers=1) -> Counter:
                 redirects[title] = canonical(text)
         pages = (page for page in read_dump(path) if page[1] == "article")
         try:
-            with ProcessPoolExecutor(workers) as pool:
+            with ProcessPoolExecutor(workers, initializer=signal.signal,       # Ctrl-C is ours
+                                     initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
                 while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
                     yield from pool.map(read_article, batch)
         except BrokenProcessPool:
@@ -1153,7 +1155,7 @@ def names_for(shown, entity) -> list:
     link shows if the title ends in that ("Einstein"). A name in small letters is a common noun: it
     has a plural, and a capital in places; with a bracket, as "state (polity)", it is no name."""
     base = re.sub(r" \([^()]*\)$", "", entity)
-    if shown[0].islower():
+    if shown[:1].islower():
         noun = base[0].lower() + base[1:]
         return [noun, noun + "s", base, base + "s"] if base == entity else []
     ends_in_it = base.endswith(" " + shown) and " of " not in base

@@ -281,6 +281,10 @@ def main(argv=None):
         return 0
     except (data.UserError, OSError) as error:
         return data.complain("eval.py", error)
+    except (RuntimeError, MemoryError) as error:
+        if not data.is_out_of_memory(error):
+            raise
+        return data.complain("eval.py", "out of memory; try --device cpu or --memory-fraction 0.1")
     except KeyboardInterrupt:
         data.complain("eval.py", "stopped; nothing was changed")
         return 130

@@ -298,9 +298,13 @@ def load_memory(folder, fingerprint=None, device="cpu"):
                              lambda name: int(name[-9:-4]) % size == rank)
     if fingerprint not in (None, about["encoder"]):
         raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
-    rows, shards = {}, [0, *range(rank, about["n_shards"], size)]
+    rows, shards = {}, range(rank, about["n_shards"], size)     # a process may have no shard
     for name in ARRAYS:
-        with data.intact(f"{folder}/{name}-*.npy"):             # np.load unpickles nothing
-            first, *parts = (np.load(f"{folder}/{name}-{i:05d}.npy", "r") for i in shards)
-            rows[name] = np.concatenate([first[:0], *parts])    # a process may have no shard
+        def shard(i):               # one at a time: a file stays open as long as its array lives
+            return np.load(f"{folder}/{name}-{i:05d}.npy", "r")         # unpickles nothing
+        with data.intact(f"{folder}/{name}-*.npy"):
+            place = np.cumsum([0, *(len(shard(i)) for i in shards)])
+            rows[name] = np.empty((place[-1], *shard(0).shape[1:]), shard(0).dtype)
+            for i, start, end in zip(shards, place, place[1:]):
+                rows[name][start:end] = shard(i)
     return MentionMemory(**rows, device=device)

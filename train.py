@@ -167,10 +167,11 @@ class Stage(NamedTuple):
 def endless(order):
     """at(step, n): the n items of a step, out of order(0), order(1), … joined. order(epoch) is an
     array of items; all have one length. Computed from the step, so no position is saved."""
-    order = lru_cache(maxsize=2)(order)
-    length = len(order(0))
-    return lambda step, n: np.array([order(i // length)[i % length]
-                                     for i in range(step * n, step * n + n)])
+    order = lru_cache(maxsize=3)(order)         # the first one, for its length, and those of a step
+    def at(step, n):
+        length = len(order(0))
+        return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
+    return at
 
 def epochs_of(run, number, items):
     """Epochs of these items in random order. number: which of the run's random streams this is."""
@@ -447,6 +448,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
     interruption only the evaluation is repeated. With steps = 0 the weights are saved as they are.
     """
     kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
+    log_every = recipe.get("log_every", settings.log_every)
     rank, path = ann.rank_and_size()[0], run.out / f"{kind}.pt"
     model = stage.model.to(run.device).train()
     optimizer = optimizer_for(run, model, kind)
@@ -492,7 +494,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
           signals_to(lambda number, _: signals.append(number))):
         while True:
             step = state["step"]
-            if step > state["evaluated"] and (step % settings.log_every == 0 or step == steps):
+            if step > state["evaluated"] and (step % log_every == 0 or step == steps):
                 evaluate()
             if step == steps:
                 break
@@ -505,8 +507,7 @@ def train_stage(run, stage, recipe, checkpoint=None):
             progress.update()
             progress.set_postfix(values, refresh=False)
             stop = stopped()
-            if stop or step == steps or step % settings.log_every == 0 or \
-                    step % settings.save_every == 0:
+            if stop or step == steps or 0 in (step % log_every, step % settings.save_every):
                 save()
             if stop:
                 raise KeyboardInterrupt(f"Stopped at step {step} of {kind} and saved")
@@ -740,10 +741,8 @@ def clozes_of(run, example, rng):
 
 def dev_files(path):
     """[the file of that name with "dev" for "train"], or []."""
-    path = Path(path)
-    before, found, after = path.name.rpartition("train")
-    dev = path.with_name(f"{before}dev{after}")
-    return [dev] if found and dev.is_file() else []
+    dev = Path(path).with_name(re.sub("(.*)train", r"\1dev", Path(path).name))
+    return [dev] if dev != Path(path) and dev.is_file() else []
 
 def labelled_examples(path, task):
     """The examples of a file that have a label, or are questions."""
@@ -1080,6 +1079,9 @@ def settle(args):
     files = {"examples"} if (out / f"{kind}.pt").exists() else {"examples", "start"}
     begun = saved["stages"].get(kind, {})
     flags = {name: begun[name] for name in begun if name not in files} | flags
+    if args.task:       # it decides which weights are kept: of this task alone, as --steps
+        earlier = begun.get("log_every", run.settings.log_every)
+        flags["log_every"] = (args.set or {}).get("log_every", earlier)
     run.saved["stages"] = saved["stages"] | {kind: flags}
     for name in run.stages_to(kind):
         run.checkpoint(name)
@@ -1097,8 +1099,10 @@ def flags_of_stage(run, args):
         if args.start == "scratch" and run.has_batch_tome:
             raise UserError("--start scratch: the weights of --init are trained; leave --start out")
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-        if zipfile.is_zipfile(args.start):
-            read_checkpoint(args.start, "give another --start")         # only for its errors
+        if zipfile.is_zipfile(args.start):                              # only for their errors
+            read_checkpoint(args.start, "give another --start")
+        elif args.start != "scratch":
+            read_published(args.start, run.config)
     if args.examples is not None:
         files = [args.examples, *dev_files(args.examples)]
         for file in files:
@@ -1145,15 +1149,17 @@ def prepare(run):
     ann.barrier()
 
 def make_world(folder, seed):
-    """The toy world of that seed, made again where it is another's or damaged. Returns its corpus
-    file."""
-    with suppress(UserError):
-        if data.open_folder(folder, "toy world")["seed"] == seed:
-            return folder / "corpus.jsonl"
+    """The toy world of that seed, in place of another seed's. Returns its corpus file. A world that
+    somebody changed, or a folder that is none, stays as it is: an error."""
+    is_there = os.path.lexists(folder)
+    if is_there and data.open_folder(folder, "toy world")["seed"] == seed:
+        return folder / "corpus.jsonl"
     say(f"No --corpus: making the toy world in {folder}.")
     part = folder.with_name("world.part")
-    for old in (part, folder):
-        data.remove(old)
+    shutil.rmtree(part, ignore_errors=True)
+    if is_there:
+        os.rename(folder, part)         # so that it is gone as a whole
+        shutil.rmtree(part)
     data.toy(part, seed)
     data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
     return folder / "corpus.jsonl"
@@ -1295,7 +1301,10 @@ def choose_device(name=None):
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
     if name != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        index, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= n:
+            raise UserError(f"this machine has {n} GPUs: start {n} processes, or give --device cpu")
+        return torch.device("cuda", index)
     return torch.device("cpu")
 
 def join_processes(device):
@@ -1394,6 +1403,7 @@ def report(args):
         say(f"Done; python eval.py {' '.join(flags)} shows what was learnt.")
         return 0
     sys.stdout.flush()
+    torch.cuda.empty_cache()            # eval.py needs what this process no longer uses
     return subprocess.run([sys.executable, Path(__file__).with_name("eval.py"), *flags]).returncode
 
 def main(argv=None):
@@ -1412,14 +1422,15 @@ def main(argv=None):
         say(f"{str(stop) or 'Stopped'}; the same command goes on from there.")
         status = 130
     except (UserError, OSError) as error:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
             error.filename = error.filename or args.out
         status = data.complain("train.py", error)
-    except RuntimeError as error:           # gloo and a full memory have no class of their own
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+    except (RuntimeError, MemoryError) as error:
+        reason = f"out of memory ({' '.join(str(error).split()):.150})"
         if "gloo" in str(error) or isinstance(error, dist.DistError):
+            reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
             reason = f"another process has ended or cannot be reached ({reason})"
-        elif "allocate" not in str(error) and "out of memory" not in str(error):
+        elif not data.is_out_of_memory(error):
             raise
         status = data.complain("train.py", f"{reason}; the same command goes on from the last "
                                "checkpoint")

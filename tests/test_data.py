@@ -352,6 +352,8 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
     tokenizer = data.train_tokenizer(["Port Ellin lies in Maland."], 500)
     assert tokenizer.encode("port Maland.", add_special_tokens=False).tokens == ["port", "maland", "."]
     assert tokenizer.encode("mal", add_special_tokens=False).tokens == ["m", "##a", "##l"]
+    signs = data.train_tokenizer(["राम गया 20€ 5"], 500)               # a vowel sign, a symbol inside a word
+    assert signs.encode("गाम 5€", add_special_tokens=False).tokens == ["ग", "##ा", "##म", "5", "##€"]
     assert [tokenizer.id_to_token(i) for i in range(7)] == SPECIAL
     assert MASK not in tokenizer.encode("[MASK] [E_start] [SEP]", add_special_tokens=False).tokens
     many = " ".join(one + other for one in WORDS for other in WORDS)
@@ -808,7 +810,7 @@ def test_examples_are_read_and_bad_ones_reported(tmp_path):
         ("What is old?", None, None, ["Rome", "Roma"]), ("Who?", None, None, [])]
     for task, bad in (("claims", {"text": "a", "label": "TRUE"}), ("claims", {"label": "REFUTES"}),
                       ("claims", {"text": "a", "label": ["REFUTES"]}), ("qa", {"question": "a"}),
-                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": "b"}),
+                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": [["b"]]}), ("qa", {"question": "a", "answers": "b"}),
                       ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
         with pytest.raises(UserError, match="bad.jsonl:1: "):
             data.read_examples(write(tmp_path / "bad.jsonl", [bad]), task)

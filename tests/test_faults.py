@@ -122,7 +122,7 @@ def test_what_was_appended_is_not_lost_without_a_word(reference, small):
     assert not difference(done, reference.after["append first"])
     assert quietly(evaluation.main, ["--out", done, "--json"])[0] == 0
 
-def test_a_damaged_toy_world_is_made_anew(tmp_path, monkeypatch):
+def test_a_damaged_toy_world_is_named_and_nothing_of_others_is_removed(tmp_path, monkeypatch):
     few = {name: max(n // 14, 10) for name, n in data.COUNTS.items()}
     monkeypatch.setattr(data, "COUNTS", data.COUNTS | few)
     world = tmp_path / "world"
@@ -130,7 +130,16 @@ def test_a_damaged_toy_world_is_made_anew(tmp_path, monkeypatch):
     whole = contents(world)
     faults.spoil(world / "corpus.jsonl", random.Random(0), "flip")
     shutil.copytree(world, tmp_path / "world.part")             # and half of one lies about
-    train.make_world(world, 0)
+    spoilt = contents(world)
+    for name in ("world", "mine"):                              # the other one is a user's own folder
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / "level1.map").write_text("...")
+        with pytest.raises(data.UserError, match=f"{name} is missing or damaged"):
+            train.make_world(tmp_path / name, 0)
+    assert not difference(world, spoilt) and (tmp_path / "mine" / "level1.map").exists()
+    shutil.rmtree(world)
+    train.make_world(world, 1)
+    train.make_world(world, 0)                                  # another seed's is replaced
     assert not difference(world, whole) and not (tmp_path / "world.part").exists()
 
 @slow

@@ -1,5 +1,6 @@
 """The memory's files and what is refused.   python -m pytest tests/test_memory.py"""
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,20 @@ def test_a_memory_is_what_the_encoder_says_and_its_meta_says_so(corpora, tmp_pat
     assert not list(tmp_path.glob("*.part"))
     with pytest.raises(UserError, match="another mention encoder"):
         load_memory(tmp_path / "memory", new_encoder(1).fingerprint)
+
+def test_more_shards_are_loaded_than_files_may_be_open(corpora, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 2)
+    build(corpora[1], tmp_path / "memory")
+    keys = [np.load(path) for path in sorted((tmp_path / "memory").glob("keys-*.npy"))]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_open = max(map(int, os.listdir("/proc/self/fd")))
+    assert len(keys) > 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 10, hard))
+    try:
+        table = load_memory(tmp_path / "memory")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    np.testing.assert_array_equal(table.keys.numpy(), np.concatenate(keys))
 
 def test_a_build_that_was_cut_off_goes_on_at_the_first_shard_missing(corpora, tmp_path, monkeypatch):
     whole = build(corpora[0], tmp_path / "undisturbed")

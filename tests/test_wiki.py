@@ -283,6 +283,9 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
     with pytest.raises(FileNotFoundError):
         data.wiki(tmp_path / "none.xml", out)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: cannot be read twice"):
+        data.wiki(tmp_path / "pipe", out)
     with pytest.raises(UserError, match="No such file.*check the folder"):
         data.wiki(tmp_path / "none.xml", tmp_path / "no folder" / "out.jsonl")     # before it is read
     path.write_text(path.read_text().replace("<mediawiki ", '<mediawiki xml:lang="de" '))
@@ -364,6 +367,12 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
     assert [[(line["text"][m["start"]:m["end"]], m["entity"]) for m in line["mentions"]] for line in lines] == [
         [("Karovia", "Karovia"), ("king", "King"), ("Leon Holt", "Leon Holt"), ("Ruvia", "Ruvia (state)")]]
     assert counts["links"] == 9 and counts["links: kept"] == 3
+    (tmp_path / "k.jsonl").write_text(json.dumps({"wikipedia_title": "", "text": ["A", "b"], "anchors": []}))
+    data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")                 # a page without a title
+    assert [line["text"] for line in lines_of(tmp_path / "out.jsonl")] == ["b"]
+    (tmp_path / "k.jsonl").write_bytes(json.dumps(record, ensure_ascii=False).replace("king", "k\xf6nig").encode("latin-1"))
+    with pytest.raises(UserError, match="k.jsonl cannot be read to its end.*in UTF-8"):
+        data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("line", ["[1]", "{", '{"wikipedia_title": "A", "text": ["a"]}',
