@@ -742,6 +742,13 @@ def write_file(path, write):
     finally:
         Path(temporary).unlink(missing_ok=True)
 
+def remove(path):
+    """Removes a file, a folder or a link, but not what the link points to."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        Path(path).unlink(missing_ok=True)
+
 def sync(path):
     """Makes a file, or the names in a folder, outlast a loss of power."""
     file = os.open(path, os.O_RDONLY)
@@ -922,7 +929,9 @@ class Corpus:
         recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
         all that is new is held out. Raises UserError for a bad line or no linked mention."""
         part = f"{os.path.normpath(folder)}.part"
-        shutil.rmtree(part, ignore_errors=True)
+        if os.path.lexists(folder):
+            raise UserError(f"{folder}: exists; choose another folder, or remove it")
+        remove(part)
         os.makedirs(part)
         try:
             about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
@@ -930,7 +939,7 @@ class Corpus:
             Path(part, "vocab.txt").write_text("\n".join(sorted(number, key=number.get)), "utf-8")
             commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
         return Corpus(folder)
 
     def passage(self, p) -> Passage:

@@ -1156,10 +1156,10 @@ def make_world(folder, seed):
         return folder / "corpus.jsonl"
     say(f"No --corpus: making the toy world in {folder}.")
     part = folder.with_name("world.part")
-    shutil.rmtree(part, ignore_errors=True)
+    data.remove(part)
     if is_there:
         os.rename(folder, part)         # so that it is gone as a whole
-        shutil.rmtree(part)
+        data.remove(part)
     data.toy(part, seed)
     data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
     return folder / "corpus.jsonl"
