@@ -1080,8 +1080,8 @@ def settle(args):
     begun = saved["stages"].get(kind, {})
     flags = {name: begun[name] for name in begun if name not in files} | flags
     if args.task:       # it decides which weights are kept: of this task alone, as --steps
-        earlier = begun.get("log_every", run.settings.log_every)
-        flags["log_every"] = (args.set or {}).get("log_every", earlier)
+        flags = {"log_every": run.settings.log_every} | flags           # or that of `begun`
+        flags["log_every"] = (args.set or {}).get("log_every", flags["log_every"])
     run.saved["stages"] = saved["stages"] | {kind: flags}
     for name in run.stages_to(kind):
         run.checkpoint(name)
