@@ -329,7 +329,7 @@ def tome_stage(run, recipe, start=None):
                  losses, lambda: masked_mentions(run, model, memory, mentions)[0], fingerprint)
 
 def finetune_stage(run, recipe, start=None, examples=None):
-    """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]), and
+    """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]);
     app. B.1. start, examples: paths.
 
     Each batch of claims adds equally many clozes: true claims with one entity masked, which has to

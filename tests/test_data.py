@@ -810,7 +810,8 @@ def test_examples_are_read_and_bad_ones_reported(tmp_path):
         ("What is old?", None, None, ["Rome", "Roma"]), ("Who?", None, None, [])]
     for task, bad in (("claims", {"text": "a", "label": "TRUE"}), ("claims", {"label": "REFUTES"}),
                       ("claims", {"text": "a", "label": ["REFUTES"]}), ("qa", {"question": "a"}),
-                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": [["b"]]}), ("qa", {"question": "a", "answers": "b"}),
+                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": [["b"]]}),
+                      ("qa", {"question": "a", "answers": "b"}),
                       ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
         with pytest.raises(UserError, match="bad.jsonl:1: "):
             data.read_examples(write(tmp_path / "bad.jsonl", [bad]), task)
