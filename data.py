@@ -53,7 +53,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 19             # version of the files in a run folder; others are refused
+FORMAT = 20             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -259,11 +259,12 @@ def related_clusters(corpus, size, seed, passages) -> list:
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
         entities[a].update({*corpus.passage_entities(p).tolist()} - {0})        # 0: not linked
-    articles = defaultdict(list)                # of each entity
+    words = [{*corpus.titles[n].split()} for n in numbers]
+    articles = defaultdict(list)                # of each entity, and of each word of a title
     for a in range(len(numbers)):
-        for entity in entities[a]:
-            articles[entity].append(a)
-    articles = {entity: np.array(found) for entity, found in articles.items()}
+        for key in entities[a] | words[a]:
+            articles[key].append(a)
+    articles = {key: np.array(found) for key, found in articles.items()}
     n_entities = np.array([len(found) for found in entities])
     n_unused = np.array([len(found) for found in unused])
 
@@ -271,6 +272,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
     while n_unused.any():
         a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
         both = np.zeros(len(numbers))               # how many of these each article has
+        alike = np.zeros(len(numbers))              # 1: shares a title word with the cluster
         while True:
             n = size - len(cluster)
             cluster += unused[a][:n]
@@ -281,9 +283,12 @@ def related_clusters(corpus, size, seed, passages) -> list:
             for entity in entities[a] - joined:
                 both[articles[entity]] += 1
             joined |= entities[a]
+            for word in words[a]:
+                alike[articles[word]] = 1
             jaccard = both / (n_entities + len(joined) - both).clip(1) * (n_unused > 0)
             # if nothing left shares an entity, the first article left
-            a = (jaccard if jaccard.any() else n_unused > 0).argmax()
+            best = jaccard * (1 + 1e-9 * alike) if jaccard.any() else n_unused > 0
+            a = best.argmax()
         clusters.append(np.array(cluster))
     return clusters
 
@@ -519,11 +524,13 @@ def toy_world(seed=0):
     split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
     split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
     facts |= unseen_facts
-    lines = _toy_passages(rng, facts, split)
+    described = {fact for fact in facts if split[fact] == "train" and rng.random() < .5}
+    lines = _toy_passages(rng, facts, split, described)
     lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
     for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
         of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        one, two = (_toy_examples(rng, of_split, hops, limit, name == "train") for hops in (1, 2))
+        one, two = (_toy_examples(rng, of_split, described, hops, limit, name == "train")
+                    for hops in (1, 2))
         for task in ("qa", "claims"):
             examples[f"{task}.one_hop.{name}"] = one[task]
             examples[f"{task}.two_hop.{name}"] = two[task]
@@ -540,16 +547,14 @@ def _toy_facts(rng, names) -> dict:
             facts[subject, name] = other if one == subject else one
     return facts
 
-def _toy_passages(rng, facts, split) -> list:
+def _toy_passages(rng, facts, split, described) -> list:
     """Five passages per subject. Each states its facts, each time in another phrase, so a
     masked mention can be known from the other passages only. 5% of the passages of the seen
     world are held out. split: of each fact.
 
-    Half of the training facts are left out of two passages: in place of "X was directed by Y."
-    stands "X's director is well known.", with a link to Y on the description. Such links teach
-    whom a description means, the first of two hops; examples do not link it. If all training facts
-    had them, the model would learn to answer from such links, which facts of tests lack
-    (tests/README.md, "Descriptions at the answer")."""
+    Half of the training facts are described, and left out of two passages: in place of "X was
+    directed by Y." stands "X's director is well known.", with a link to Y on the description. Such
+    links teach whom a description means, the first of two hops; examples do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
@@ -557,8 +562,7 @@ def _toy_passages(rng, facts, split) -> list:
         entity_of |= {RELATIONS[r].noun: obj for r, obj in objects.items()}
         held_out = rng.integers(20)         # 0 to 4: this passage is; else none
         order = {r: rng.permutation(5) for r in objects}
-        left_out = {r: rng.permutation(5)[:2] for r in objects
-                    if split[subject, r] == "train" and rng.random() < .5}
+        left_out = {r: rng.permutation(5)[:2] for r in objects if (subject, r) in described}
         for i in range(5):
             said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, objects[r])
                     for r in rng.permutation(list(objects)).tolist()}
@@ -570,20 +574,23 @@ def _toy_passages(rng, facts, split) -> list:
                                                     split="train" if is_train else "held_out")})
     return lines
 
-def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
+def _toy_examples(rng, facts, described, hops, limit, is_train) -> dict:
     """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
-    director born?", where the director is the bridge.
+    director born?", where the director is the bridge. Facts that are described are not asked for:
+    the model would learn to answer from descriptions, which facts of tests lack (tests/README.md,
+    "Descriptions at the answer").
 
     A wrong claim takes the object of another fact of this relation and split. So wrong objects are
     as frequent as right ones, and every fact appears both true and false: only the memory can
-    decide. Training claims use both phrases, which makes them harder to memorise."""
+    decide. Training examples use both phrases, which makes them harder to memorise."""
     asked = [{"subject": subject, "relations": [first], "object": obj}
-             for (subject, first), obj in facts.items()]
+             for (subject, first), obj in facts.items() if (subject, first) not in described]
     if hops == 2:
         # Where the bridge has such a fact, and its object is not the subject again.
         asked = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
                   "bridge": bridge} for (subject, first), bridge in facts.items()
-                 for second in RELATIONS if facts.get((bridge, second), subject) != subject]
+                 for second in RELATIONS if facts.get((bridge, second), subject) != subject
+                 and (bridge, second) not in described]
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])
@@ -592,8 +599,9 @@ def _toy_examples(rng, facts, hops, limit, is_train) -> dict:
         first, last = asked[i]["relations"][0], asked[i]["relations"][-1]
         noun, relation = RELATIONS[first].noun if bridge else "", RELATIONS[last]
         about = {subject: subject, noun: None} if noun else {subject: subject}
-        question = _say(rng.choice(relation.questions), subject, noun=noun)
-        qa.append(_line("question", question, about, answers=[obj], **asked[i]))
+        for phrase in relation.questions if is_train else [rng.choice(relation.questions)]:
+            question = _say(phrase, subject, noun=noun)
+            qa.append(_line("question", question, about, answers=[obj], **asked[i]))
         wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
         if not wrong:
             continue
