@@ -112,12 +112,10 @@ def pretrained(out, name, seed):
 
 @once
 def finetuned(out, name, seed, task, hops):
-    """The folder of a run fine-tuned on examples about one fact, or about one and two: such
-    questions need more steps."""
+    """The folder of a run fine-tuned on examples about one fact, or about one and two."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
-    flags = ["--steps", 1600] if (task, hops) == ("qa", TWO) else []
     return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
-                 world(out, seed) / f"{examples}.train.jsonl", *flags, base=base)
+                 world(out, seed) / f"{examples}.train.jsonl", base=base)
 
 # ---------------------------------------------------------------------------------------- tables
 # A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
@@ -342,7 +340,7 @@ def names(out, seeds):
     def asked():
         where, _ = second_names(out)
         return train(out / "second-names-qa", "--stage", "finetune", "--task", "qa", "--examples",
-                     where / "mixed.train.jsonl", "--steps", 800, base=folder())
+                     where / "mixed.train.jsonl", base=folder())
 
     def answers(name, kind):
         tests = second_names(out)[0] / f"{name}.{'test' if kind == 'seen' else kind}.jsonl"
