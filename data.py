@@ -251,7 +251,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
     not fit stays unused. Of equals one whose title shares a word with the cluster's titles comes
     first, and then by seed: where no two names of a batch are alike, one word of a name is all that
-    must be learnt (toy, seed 20: two hops then fail for a third of the questions, .02 so)."""
+    must be learnt (toy, seed 20: a third of the questions about two facts fail, so only .02)."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are numbered in random order, since argmax takes the first of equals.
@@ -585,14 +585,14 @@ def _toy_examples(rng, facts, described, hops, limit, is_train) -> dict:
     A wrong claim takes the object of another fact of this relation and split. So wrong objects are
     as frequent as right ones, and every fact appears both true and false: only the memory can
     decide. Training examples use both phrases, which makes them harder to memorise."""
+    plain = {fact: obj for fact, obj in facts.items() if fact not in described}
     asked = [{"subject": subject, "relations": [first], "object": obj}
-             for (subject, first), obj in facts.items() if (subject, first) not in described]
+             for (subject, first), obj in plain.items()]
     if hops == 2:
         # Where the bridge has such a fact, and its object is not the subject again.
-        asked = [{"subject": subject, "relations": [first, second], "object": facts[bridge, second],
+        asked = [{"subject": subject, "relations": [first, second], "object": plain[bridge, second],
                   "bridge": bridge} for (subject, first), bridge in facts.items()
-                 for second in RELATIONS if facts.get((bridge, second), subject) != subject
-                 and (bridge, second) not in described]
+                 for second in RELATIONS if plain.get((bridge, second), subject) != subject]
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])
