@@ -396,7 +396,7 @@ def optimizer_for(run, model, kind):
     """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
     embeddings and layers below the memory learn at lower_rate. These make the queries, which two
     facts need. One fact hardly does, so training on both may wear them away before two facts are
-    learnt (toy, seed 12: claims of both kinds then stay at chance)."""
+    learnt (toy, seed 20: claims about two facts then stay at chance)."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
