@@ -133,8 +133,8 @@ PRESETS = {
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.3, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
-            "batch-tome": Schedule(3200, 1.5e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
-            "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(800, 1e-3, 40, 64)}),
+            "batch-tome": Schedule(3200, 2e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
+            "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
 }
 
 # ---- The stages ----------------------------------------------------------------------------------
