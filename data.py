@@ -251,7 +251,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
     not fit stays unused. Of equals one whose title shares a word with the cluster's titles comes
     first, and then by seed: where no two names of a batch are alike, one word of a name is all that
-    must be learnt (toy, seed 20: a third of the questions about two facts fail, so only .02)."""
+    must be learnt (toy, seed 20: .33 of the questions about two facts then fail, not .02)."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are numbered in random order, since argmax takes the first of equals.
