@@ -101,6 +101,8 @@ class Settings:
     lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
                                     # the memory: with --init always, else in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
+    k_finetune: int = 4096          # memories that eq. 10 compares in fine-tuning, in place of
+                                    # k_answer: an answer that is not among them teaches nothing
     linking_weight: float = 0.0     # of linking in tome; Entities as Experts' is entity_weight
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
@@ -117,8 +119,8 @@ class Settings:
 # Their models are small and their steps few, so rates are six to a hundred times the paper's.
 # Each process offers all k, so that the search is exact whatever their number.
 SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-             k_answer_shard=64, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
-             memory_dtype="float32", beta2=0.98)
+             k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64,
+             memory_fraction=1.0, memory_dtype="float32", beta2=0.98)
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
@@ -336,6 +338,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     be found. Labels alone do not teach what to retrieve where a claim takes two facts."""
     task = recipe["kind"]
     model, fingerprint = load_model(run)
+    model.config = replace(model.config, k_answer=run.settings.k_finetune)
     memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     start_from(run, model, start)
     path = examples or toy_file(run, task, split="train")
@@ -813,8 +816,9 @@ SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
 NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
 NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
                            "entity_weight", "linking_weight", "teacher_forcing", "still_given",
-                           "memory_fraction", "cloze_weight", "log_every"},
-            "tome": {"cloze_weight", "log_every"}, "claims": set(), "qa": {"cloze_weight"}}
+                           "memory_fraction", "cloze_weight", "k_finetune", "log_every"},
+            "tome": {"cloze_weight", "k_finetune", "log_every"},
+            "claims": set(), "qa": {"cloze_weight"}}
 # The fields of Config that a BERT, or how it is divided, decides.
 OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
            "n_upper", "n_blocks")
