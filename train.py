@@ -338,7 +338,9 @@ def finetune_stage(run, recipe, start=None, examples=None):
     be found. Labels alone do not teach what to retrieve where a claim takes two facts."""
     task = recipe["kind"]
     model, fingerprint = load_model(run)
-    model.config = replace(model.config, k_answer=run.settings.k_finetune)
+    k, config = run.settings.k_finetune, model.config
+    model.config = replace(config, k_answer=k,      # each process's part grows alike
+                           k_answer_shard=config.k_answer_shard * k // config.k_answer)
     memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     start_from(run, model, start)
     path = examples or toy_file(run, task, split="train")
