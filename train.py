@@ -135,7 +135,7 @@ PRESETS = {
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.3, fit_passages=768, lower_rate=0.1, precision="float32",
         log_every=200, save_every=200, eval_mentions=100, schedule={
-            "batch-tome": Schedule(3200, 2e-3, 100, 64), "tome": Schedule(800, 1e-3, 50, 64),
+            "batch-tome": Schedule(2900, 2e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
             "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
 }
 
@@ -146,7 +146,8 @@ PRESETS = {
 #
 # `run` is an open run folder (class Run, below):
 #
-#     settings, config, seed      Settings; Config (batch_tome_config: with one memory layer)
+#     settings, config, seed      Settings; Config (batch_tome_config: with one memory layer;
+#                                 task_config: eq. 10 over k_finetune memories)
 #     corpus, tokenizer, device
 #     is_withheld, entity_group   (E,) of entities: whether withheld; index into GROUPS
 #     init, has_batch_tome        a path to published weights; whether these are a BATCH-TOME's
@@ -338,9 +339,7 @@ def finetune_stage(run, recipe, start=None, examples=None):
     be found. Labels alone do not teach what to retrieve where a claim takes two facts."""
     task = recipe["kind"]
     model, fingerprint = load_model(run)
-    k, config = run.settings.k_finetune, model.config
-    model.config = replace(config, k_answer=k,      # each process's part grows alike
-                           k_answer_shard=config.k_answer_shard * k // config.k_answer)
+    model.config = run.task_config
     memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
     start_from(run, model, start)
     path = examples or toy_file(run, task, split="train")
@@ -946,6 +945,9 @@ class Run:
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
+        k, config = self.settings.k_finetune, self.config   # each process's part grows alike
+        self.task_config = replace(config, k_answer=k,
+                                   k_answer_shard=config.k_answer_shard * k // config.k_answer)
         return self
 
     @cached_property
@@ -1033,7 +1035,8 @@ def load_model(run, kind="tome"):
     """(model, fingerprint of its memory's Mention Encoder or None) of a stage that is done."""
     path, checkpoint = run.out / f"{kind}.pt", run.checkpoint(kind)
     needs(is_done(checkpoint), path, kind, "unfinished" if checkpoint else "missing")
-    model = TOME(run.config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))
+    config = run.task_config if kind in ("claims", "qa") else run.config
+    model = TOME(config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))
     with intact(path):
         model.load_state_dict(checkpoint["best"] or checkpoint["model"])
     return model.to(run.device).eval(), checkpoint["encoder"]

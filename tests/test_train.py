@@ -88,7 +88,7 @@ def test_a_folder_that_another_train_works_in_is_left_alone(trained, small_world
     assert run("--stage", "tome", "--corpus", small_world, "--out", trained) == 0
     assert capsys.readouterr().out.count(f"{trained} cannot be locked") == 1
 
-def test_in_fine_tuning_eq_10_compares_k_finetune_memories(trained, tmp_path, monkeypatch):
+def test_in_fine_tuning_and_after_it_eq_10_compares_k_finetune_memories(trained, tmp_path, monkeypatch):
     _, examples = data.toy_world(seed=3)
     data.write_lines(tmp_path / "mine.jsonl", examples["qa.one_hop.train"][:32])
     before, asked, real = (trained / "tome.pt").read_bytes(), [], train.MentionMemory.retrieve
@@ -100,6 +100,9 @@ def test_in_fine_tuning_eq_10_compares_k_finetune_memories(trained, tmp_path, mo
     # The memory layer, then eq. 10. Each process offers all, so that the search is exact whatever their number.
     assert asked[:2] == [(TINY["k"], TINY["k_shard"]), (70, 70)]
     assert before == (trained / "tome.pt").read_bytes()     # which does not read it
+    asked.clear()
+    assert evaluation.main(["--out", str(trained), "--task", "qa", "--examples", str(tmp_path / "mine.jsonl"), "--json"]) == 0
+    assert asked[:2] == [(TINY["k"], TINY["k_shard"]), (70, 70)]
 
 @pytest.mark.parametrize("stage", ["batch-tome", pytest.param("tome", marks=pytest.mark.slow)])
 def test_a_stage_cut_off_and_taken_up_again_ends_with_the_same_bits(trained, small_world, tmp_path, stage, monkeypatch):
