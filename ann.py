@@ -63,7 +63,7 @@ def high_scores(scores, bar, n):
     """The F finite scores of (Q, W) above their query's bar (Q,): (query, column, score), each of
     (F,), and the bar. A block is every (W / size)-th column. Only blocks whose maximum is above the
     bar are looked into: to sort all would be slow. bar None: it is put just below a query's n-th
-    largest block maximum, so that n blocks hold a score above it: the n best are found."""
+    largest block maximum; at least n scores are then above it, so the n best are among them."""
     # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
@@ -284,7 +284,7 @@ def exchange(what, x, send, receive):
     return received
 
 @torch.no_grad()
-def sharded_topk(search, queries, k, k_shard, query_passage=None, n_local=None):
+def sharded_topk(search, queries, k, k_shard, query_passage, n_local):
     """For each query of this process, the k best of every shard's k_shard best (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);

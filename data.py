@@ -103,7 +103,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         elif b - a > passage_length or b - a + 4 > max_length:  # [CLS], [SEP], two markers
             dropped["longer than a passage"] += 1
         elif a < taken:
-            dropped["overlaps another mention"] += 1
+            dropped["shares a token with another mention"] += 1
         else:
             pieces[a] = [special[E_START], *ids[a:b], special[E_END]], [i], b
             taken = b
@@ -190,8 +190,8 @@ def inside_mentions(batch) -> np.ndarray:
 
 def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
                max_mentions=24, is_withheld=None, all_of_entity=False) -> Batch:
-    """Passages as a masked batch (app. A): 20% of the mentions, each as a whole, and 10% of the
-    tokens outside of mentions.
+    """Passages as a masked batch (app. A): a share mention_rate of the mentions, at least one, each
+    as a whole, and token_rate of the tokens outside of mentions.
 
     rng: a numpy Generator. max_mentions: per passage on average; of more, a uniform sample stays in
     the batch (None: all stay). Mentions left out keep their markers in the text, but are neither
@@ -244,16 +244,26 @@ def eval_mentions(corpus) -> np.ndarray:
 
 # ---------------------------------------------------------------- related passages (app. A.1)
 
+POOL = 2 ** 15          # articles that are compared with each other
+
 def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` of these passages from related articles: arrays of passage numbers.
 
     A cluster starts from the article with most unused passages. Then, until it is full, the article
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
-    not fit stays unused. Of equals one whose title shares a word with the cluster's titles comes
-    first, and then by seed: where no two names of a batch are alike, one word of a name is all that
-    must be learnt (toy, seed 20: .33 of the questions about two facts then fail, not .02)."""
+    not fit stays unused. Of equals that share an entity one whose title shares a word with the
+    cluster's titles comes first, and then by seed: where no two names of a batch are alike, one
+    word of a name is all that must be learnt (toy, seed 20: .33 of the questions about two facts
+    then fail, not .02). Each article added is compared with all: so of more than POOL articles
+    random pools are clustered one by one, and then together what is left of each."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
+    if (n_pools := -(-len(numbers) // max(POOL, 2 * size))) > 1:
+        pool = np.random.default_rng(seed).permutation(len(numbers))[article] % n_pools
+        found = [cluster for number in range(n_pools) for cluster in
+                 related_clusters(corpus, size, seed, passages[pool == number])]
+        left = np.concatenate([passages[:0], *(c for c in found if len(c) < size)])
+        return [c for c in found if len(c) == size] + related_clusters(corpus, size, seed, left)
     # Articles are numbered in random order, since argmax takes the first of equals.
     place = np.random.default_rng(seed).permutation(len(numbers))
     article, numbers = place[article], numbers[place.argsort()]
@@ -363,7 +373,7 @@ def mention_finder(names):
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """The Passage of each example: what of its text fits in max_length positions, and of its
-    mentions the first max_mentions (app. B.1).
+    mentions the first max_mentions of its list (app. B.1).
 
     A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
     special = special_ids(tokenizer)
@@ -854,6 +864,8 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
 
     def stream():
         for text in texts:
+            # Of one long word, such as a file in base64, every merge would be tried. It is [UNK].
+            text = re.sub(r"[A-Za-z0-9]{101,}", " ", text)
             if len(words) <= vocab_size:
                 pieces = splitter.pre_tokenize_str(normalizer.normalize_str(text))
                 words.update(word for word, _ in pieces)
@@ -863,7 +875,8 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     # decided by number. So letters and digits inside words are given in order.
     pieces = [*SPECIAL, *(f"##{c}" for c in ascii_lowercase + digits)]
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces,
-                                        limit_alphabet=1000, show_progress=False)
+                                        limit_alphabet=max(1, vocab_size - len(pieces)),
+                                        show_progress=False)
     tokenizer.train_from_iterator(stream(), trainer)
     chars = sorted(set("".join(words)))
     inner = ["##" + c for c in chars if len(splitter.pre_tokenize_str("a" + c)) == 1]
@@ -1161,6 +1174,8 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
             for text, mentions in extend_mentions(title, linked):
                 counts.update(texts=1, mentions=len(mentions))
                 yield {"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
+        if not counts["texts"]:
+            raise UserError(f"{out} is not written: no article found; give another file")
 
     write_lines(out, lines())
     told = counts["links: kept"] + counts["links: to no article"]
@@ -1216,7 +1231,7 @@ def kilt(path, out) -> Counter:
                 continue
             with intact(f"{path}:{n}", "is no page of KILT's knowledge source", "give that file"):
                 page = json.loads(line)
-                paragraphs = [(text, []) for text in page["text"]]
+                paragraphs = [(text + "", []) for text in list.copy(page["text"])]
                 for a in page["anchors"]:
                     target = a.get("wikipedia_title") or unquote(a["href"])
                     text, links = paragraphs[a["paragraph_id"]]
@@ -1297,6 +1312,8 @@ def task(name, paths, out, corpus=None):
                 examples.append(example)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             raise UserError(f"{path}: record {n}: {e!r}; is this a file of {name}?") from e
+    if not examples:
+        raise UserError(f"{', '.join(map(str, paths))}: no record in it")
     n_answered = sum(bool(e.get("label") or e.get("answers")) for e in examples)
     print(f"{len(examples):,} examples, {n_answered:,} with a label or an answer that is an entity")
     write_lines(out, examples)

@@ -10,7 +10,8 @@
 
 A cloze is a true claim with one entity masked. Linking is entity prediction once more, from the
 queries of the last memory layer. On real text (preset mini) tome begins with teacher forcing: each
-mention is given memories of its own entity, and MLM is the only loss; later half of them still are.
+mention is given memories of its own entity, and MLM is the only loss. In the later steps half of
+the mentions are still given them, and the others search.
 
     python train.py --stage tome                                all but finetune, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
@@ -70,7 +71,7 @@ class Schedule:
     steps: int
     lr: float
     warmup: int             # steps of linear warm-up, at most a tenth; linear decay to zero follows
-    batch: int              # passages or examples a step, of all processes together
+    batch: int              # passages or examples a step, of all processes (beside as many clozes)
 
 @dataclass
 class Settings:
@@ -99,11 +100,11 @@ class Settings:
     withheld: float = 0.0           # share of entities that pre-training does not name, to be
                                     # evaluated on
     lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
-                                    # the memory: with --init always, else in fine-tuning
+                                    # the memory: in every stage with --init, else in fine-tuning
     cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
     k_finetune: int = 4096          # memories that eq. 10 compares in fine-tuning, in place of
                                     # k_answer: an answer that is not among them teaches nothing
-    linking_weight: float = 0.0     # of linking in tome; Entities as Experts' is entity_weight
+    linking_weight: float = 0.0     # of linking in tome (of Entities as Experts: entity_weight)
     teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
                                     # memories which are given (memory.GivenMemory)
     still_given: float = 0.0        # share of mentions that are given memories in all later steps
@@ -194,6 +195,9 @@ def training_passages(run):
     if not len(passages):
         raise UserError(f"{run.corpus.folder}: no passage with a linked mention to train on: all "
                         "are held out, or nothing is linked")
+    if len(passages) < ann.rank_and_size()[1]:
+        raise UserError(f"{run.corpus.folder}: fewer passages to train on than processes; start "
+                        f"at most {len(passages)}")
     return passages
 
 def batch_tome_stage(run, recipe):
@@ -222,7 +226,8 @@ def batch_tome_stage(run, recipe):
     fit_step = max(1, int(recipe["steps"] * settings.memory_from)) if settings.memory_from else 0
 
     def evaluate():
-        """Over a small memory, for speed. It is attended to here before the fit, too."""
+        """Over a small memory, for speed. It is attended to here before the fit, too. No loss
+        trains the answer head in this stage: "entity" and "recall@20" are those of the fit."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -399,8 +404,8 @@ STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune
 def optimizer_for(run, model, kind):
     """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
     embeddings and layers below the memory learn at lower_rate. These make the queries, which two
-    facts need. One fact hardly does, so training on both may wear them away before two facts are
-    learnt (toy, seed 20: claims about two facts then stay at chance)."""
+    facts need. One fact hardly needs them, so training on both may wear them away before two facts
+    are learnt (toy, seed 20: claims about two facts then stay at chance)."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
@@ -613,7 +618,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     recall@20       share of them with a memory of their entity among the 20 best of eq. 10. For
                     these two, entities that stand visibly in the passage are no candidates
     mass_masked     attention of the last memory layer on memories of the masked mention's entity
-    mass_visible    … the same for the other mentions, if another passage has their entity
+    mass_visible    … the same for the other mentions, if two passages of the memory have theirs
     n               masked mentions
 
     and of each mention the share of its tokens filled in rightly, an array as `mentions`."""
@@ -676,8 +681,8 @@ def sample_eval_mentions(run, n):
     return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
-    """Passages of a small memory for these mentions, while the Mention Encoder still changes: those
-    of their articles, of `each` random mentions of each of their entities, `others` at random."""
+    """Passages of a small memory for these mentions, while the Mention Encoder still changes: all
+    of their articles'; those of `each` random mentions of each of their entities; random others."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -745,7 +750,7 @@ def clozes_of(run, example, rng):
 
 def dev_files(path):
     """[the file of that name with "dev" for "train"], or []."""
-    dev = Path(path).with_name(re.sub("(.*)train", r"\1dev", Path(path).name))
+    dev = Path(path).parent / re.sub("(.*)train", r"\1dev", Path(path).name)
     return [dev] if dev != Path(path) and dev.is_file() else []
 
 def labelled_examples(path, task):
@@ -895,11 +900,11 @@ def compare(path, made, wanted):
             flag = {"n_blocks": "--blocks "}.get(name, f"--{name.replace('_', '-')} ")
             if name in SETTABLE:
                 flag = f"--set {name}="
-            how = f"with {flag}{made.get(name)}, not {wanted.get(name)}"
+            how = f"with {flag}{made.get(name)}, not {wanted.get(name)}; give the first again,"
             if name in ("corpus", "batch-tome", "tome", "published", "appended"):
                 flags = {"published": "--init", "appended": "--append"}
-                how = f"from another {flags.get(name, name)}"
-            raise UserError(f"{path} was made {how}; remove it to make it again, or choose another "
+                how = f"from another {flags.get(name, name)};"
+            raise UserError(f"{path} was made {how} remove it to make it again, or choose another "
                             "--out")
 
 def is_done(checkpoint):

@@ -290,9 +290,9 @@ def test_without_a_process_group_everything_is_local(monkeypatch):
 
     def search(queries, k, passage):
         return ann.exact_topk(queries, keys, k, passage, key_passage)
-    scores, ids = ann.sharded_topk(search, queries, 6, 6, query_passage)
+    scores, ids = ann.sharded_topk(search, queries, 6, 6, query_passage, 200)
     check((scores, ids), brute_force(queries, keys, 6, query_passage, key_passage))
-    scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage)
+    scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage, 200)
     assert (ids[:, 2:] == -1).all()
     rows, = ann.fetch(ids, [keys])
     assert torch.equal(rows[:, :2], keys[ids[:, :2]]) and (rows[:, 2:] == 0).all()

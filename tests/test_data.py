@@ -358,6 +358,10 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
     assert MASK not in tokenizer.encode("[MASK] [E_start] [SEP]", add_special_tokens=False).tokens
     many = " ".join(one + other for one in WORDS for other in WORDS)
     assert data.train_tokenizer([many], 200).get_vocab_size() <= 200                # no room for every word
+    han = [chr(0x4e00 + n) for n in range(1500)]                                    # every one is a word
+    several = data.train_tokenizer([" ".join(han), many], 1800)                     # many: no room for every word
+    assert several.get_vocab_size() <= 1800 and several.token_to_id("[UNK]") not in several.encode("".join(han)).ids
+    assert data.train_tokenizer(["x" * 300_000, "Rome"], 500).get_vocab().keys() >= {"rome"}       # in no time
 
 
 def test_the_same_texts_give_the_same_vocabulary_also_where_words_do_not_fit():
@@ -409,7 +413,7 @@ def markers(text):
 def test_markers_stand_around_their_mention_and_what_overlaps_an_earlier_one_is_left_out(mentions, expected, kept):
     texts, pieces, dropped = pieces_of("a b c d e", [Mention(*m, "x") for m in mentions])
     assert texts == [f"[CLS] {expected} [SEP]".replace("(", E_START).replace(")", E_END)]
-    assert dropped == ({"overlaps another mention": len(mentions) - len(kept)} if len(kept) < len(mentions) else {})
+    assert dropped == ({"shares a token with another mention": len(mentions) - len(kept)} if len(kept) < len(mentions) else {})
     assert pieces[0].index == kept
     for start, end, i in zip(*markers(texts[0]), pieces[0].index):
         assert texts[0].split()[start + 1:end] == "a b c d e"[mentions[i][0]:mentions[i][1]].split()
@@ -432,7 +436,7 @@ def naive_keep(spans, passage_length, max_length):
         if b - a > passage_length or b - a + 4 > max_length:
             dropped["longer than a passage"] += 1
         elif any(a < spans[j][1] and spans[j][0] < b for j in left):
-            dropped["overlaps another mention"] += 1
+            dropped["shares a token with another mention"] += 1
         else:
             left.append(i)
     return dropped, left
@@ -462,7 +466,7 @@ def test_passages_are_cut_as_a_naive_loop_cuts_them():
         texts, pieces, dropped = pieces_of(text, mentions, 8, 20)
         expected, left = naive_keep(spans, 8, 20)
         assert dropped == expected and [i for p in pieces for i in p.index] == left
-        n_overlap += dropped["overlaps another mention"]
+        n_overlap += dropped["shares a token with another mention"]
         n_long += dropped["longer than a passage"]
         words = [[w for w in t.split() if w not in SPECIAL] for t in texts]
         assert sum(words, []) == text.split()                           # no word is lost
@@ -481,10 +485,10 @@ def test_what_is_left_out_is_counted_with_its_reason():
     _, pieces, dropped = pieces_of(text, [Mention(0, 11, "x"), Mention(4, 5, "y")], 4)
     assert dropped == {"longer than a passage": 1} and [len(p.index) for p in pieces] == [1, 0, 0]
     _, pieces, dropped = pieces_of(text, [Mention(0, 5, "x"), Mention(4, 9, "y"), Mention(10, 13, "z")], 4)
-    assert dropped == {"overlaps another mention": 1}
+    assert dropped == {"shares a token with another mention": 1}
     assert sum(len(p.index) for p in pieces) == 2
     _, pieces, dropped = pieces_of(text, [Mention(2, 3, "x")] * 200, 8, 20)      # 200 times the same word
-    assert dropped == {"overlaps another mention": 199}
+    assert dropped == {"shares a token with another mention": 199}
     assert max(len(p.tokens) for p in pieces) <= 20
 
 
@@ -525,7 +529,7 @@ def test_the_corpus_on_disk_holds_what_a_plain_loop_over_the_file_finds(tmp_path
         expected.update((r["title"], r["text"][slice(*spans[i])], r["mentions"][i]["entity"] or "")
                         for i in naive_keep(spans, 999, 999)[1])
     assert mentions == expected
-    assert corpus.meta["dropped"] == {"overlaps another mention": n_read - expected.total()}
+    assert corpus.meta["dropped"] == {"shares a token with another mention": n_read - expected.total()}
     assert [(title, text) for title, text, _ in words] == [(r["title"], r["text"]) for r in records]
     for (_, text, _), found in words.items():
         assert found == tokenizer.encode(text, add_special_tokens=False).tokens
@@ -790,6 +794,19 @@ def test_articles_that_share_nothing_still_fill_the_clusters(tmp_path):
     clusters = data.related_clusters(corpus, 4, 0, np.arange(13))
     assert [len(c) for c in clusters] == [4, 4, 4, 1] and clusters[0][:3].tolist() == [10, 11, 12]
 
+
+def test_of_many_articles_random_pools_are_clustered_and_their_rests_together(tmp_path, monkeypatch):
+    """50 articles of 3 passages, ten of which link each entity; pools of at most 20."""
+    corpus, _ = build(tmp_path, [line(text, (0, 1, f"E{a % 5}"), title=f"A{a}") for a in range(50) for text in "abc"])
+    monkeypatch.setattr(data, "POOL", 20)
+    found = [data.related_clusters(corpus, 8, seed, np.arange(150)) for seed in (0, 0, 1)]
+    for clusters in found:
+        assert sorted(np.concatenate(clusters).tolist()) == list(range(150))
+        assert [len(c) for c in clusters] == [8] * 18 + [6]
+    # Related articles stand together: at random 1.6 of 8 passages would link the most frequent entity.
+    assert np.mean([np.bincount(corpus.article[c] % 5).max() for c in found[0]]) > 5
+    same, other = ([np.array_equal(a, b) for a, b in zip(found[0], clusters)] for clusters in found[1:])
+    assert all(same) and not any(other)
 
 @pytest.mark.slow
 def test_clusters_do_not_take_quadratic_time(tmp_path):

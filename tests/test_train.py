@@ -159,6 +159,7 @@ def test_folders_of_the_user_in_the_run_folder_stay(trained, small_world):
 
 def test_all_files_of_examples_are_read_before_anything_is_trained(tiny, small_world, tmp_path, capsys):
     question = json.dumps({"question": "Who?", "answers": ["X"]})
+    assert train.dev_files(".") == [] == train.dev_files("")                        # refused when they are read
     path, dev = tmp_path / "trains.train.jsonl", tmp_path / "trains.dev.jsonl"
     path.write_text(question)
     for text, said in (("", "holds no example"), ("{}", "trains.dev.jsonl:1: question"),
@@ -167,6 +168,14 @@ def test_all_files_of_examples_are_read_before_anything_is_trained(tiny, small_w
         assert run("--stage", "finetune", "--task", "qa", "--corpus", small_world, "--out", tmp_path / "run",
                    "--examples", path) == 1
         assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+def test_more_processes_than_passages_are_refused(trained, monkeypatch):
+    loaded = train.read_run(trained).open()
+    n = len(train.training_passages(loaded))
+    for size in (n, n + 1):
+        monkeypatch.setattr(train.ann, "rank_and_size", lambda: (0, size))
+        with pytest.raises(data.UserError, match=f"start at most {n}") if size > n else nullcontext():
+            train.training_passages(loaded)
 
 def test_weights_of_another_vocabulary_are_no_start(trained, tmp_path, capsys):
     other = shutil.copytree(trained, tmp_path / "other")

@@ -377,12 +377,22 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
 
 @pytest.mark.parametrize("line", ["[1]", "{", '{"wikipedia_title": "A", "text": ["a"]}',
                                   '{"wikipedia_title": "A", "text": ["A", 3], "anchors": []}',
+                                  '{"wikipedia_title": "A", "text": "AB", "anchors": []}',
                                   '{"id": 1, "title": "A", "text": "a"}'])
 def test_a_file_that_is_not_kilts_is_refused(tmp_path, line):
     (tmp_path / "k.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match="k.jsonl:1 is no page of KILT") as e:
         data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")
     assert "\n" not in str(e.value) and not (tmp_path / "out.jsonl").exists()
+
+
+def test_nothing_is_not_written_as_a_corpus_or_as_examples(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    for convert in (lambda: data.kilt(tmp_path / "empty.jsonl", tmp_path / "out.jsonl"),
+                    lambda: data.task("fever", [tmp_path / "empty.jsonl"], tmp_path / "out.jsonl")):
+        with pytest.raises(UserError, match="no article found|empty.jsonl: no record in it"):
+            convert()
+    assert [p.name for p in tmp_path.iterdir()] == ["empty.jsonl"]
 
 
 # ---------------------------------------------------------------- task files
