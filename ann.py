@@ -20,7 +20,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.nn.functional import all_gather
 
 BLOCK = 16              # scores per block: only blocks with a high maximum are looked into
 TILE = 2 ** 20          # scores computed at a time in an exact search, so that they stay in the
@@ -258,8 +257,22 @@ def sum_gradients(parameters):
 def gather_counts(n, device):
     """n of every process, a number or a tensor of numbers, as a list."""
     n = torch.as_tensor(n, device=device)
-    everybody = all_gather(n) if rank_and_size()[1] > 1 else [n]
-    return [n.tolist() for n in everybody]
+    return (AllGather.apply(n) if rank_and_size()[1] > 1 else n[None]).tolist()
+
+class AllGather(torch.autograd.Function):
+    """x of every process, all of one shape: (processes, *x.shape). A process gets the sum of the
+    gradients that all have for its x. torch.distributed.nn.functional.all_gather is deprecated."""
+    @staticmethod
+    def forward(ctx, x):
+        parts = x.new_empty(dist.get_world_size(), *x.shape)
+        dist.all_gather([*parts], x.contiguous())
+        return parts
+
+    @staticmethod
+    def backward(ctx, grad):
+        received = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, grad.contiguous())
+        return received.sum(0)
 
 def gather(x):
     """x (n, …) of all processes, one after the other: (sum of n, …). n may differ and be 0.
@@ -269,7 +282,7 @@ def gather(x):
     counts = gather_counts(len(x), x.device)
     padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])    # to equal shapes
     bytes_sent["gather"] += padded.nbytes * (len(counts) - 1)
-    parts = all_gather(padded)
+    parts = AllGather.apply(padded)
     return torch.cat([part[:n] for part, n in zip(parts, counts)])
 
 def exchange(what, x, send, receive):
