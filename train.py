@@ -1297,7 +1297,7 @@ def say(text, file=None):
 def say_figures(figures, place=""):
     """Says figures, a line for each dictionary in them: its place, then its figures, with their 95%
     intervals where it has them."""
-    line = f"{place:<23}"
+    line = f"{place:<24}"
     inner = [key for key, value in figures.items() if isinstance(value, dict) and key != "interval"]
     for key, value in figures.items():
         if value is not None and key not in (*inner, "interval"):
