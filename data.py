@@ -950,7 +950,8 @@ class Corpus:
         """Tokenises a corpus file into a new folder, as a stream, and opens it.
 
         recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
-        all that is new is held out. Raises UserError for a bad line or no linked mention."""
+        all that is new is held out, and texts that it has are left out. Raises UserError for a bad
+        line or no linked mention."""
         part = f"{os.path.normpath(folder)}.part"
         if os.path.lexists(folder):
             raise UserError(f"{folder}: exists; choose another folder, or remove it")
@@ -996,10 +997,22 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
         for name in Corpus.ARRAYS:
             shutil.copy(Path(old.folder, name + ".bin"), folder)
+        by_article = old.article.argsort(kind="stable")
+
+    def is_there(text):
+        """Whether `old` has this text, in the same article."""
+        number = old.article_index.get(text.title, -1)
+        a, b = np.searchsorted(old.article, [number, number + 1], sorter=by_article)
+        places = old.text_at[by_article[a:b]]
+        return any(old.text[a:b].tobytes() == text.text.encode() for a, b in places)
+
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
                  for name in Corpus.ARRAYS}
         for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None):
+            if old is not None and is_there(text):
+                counts["texts_already_there"] += 1
+                continue
             encoding = tokenizer.encode(text.text, add_special_tokens=False)
             is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
             split = text.split or ("held_out" if is_twentieth else "train")

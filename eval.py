@@ -17,8 +17,8 @@ beside it controls:
     majority         the most frequent label or answer, always given
 
 An entity is "seen" if a training passage links it; an "unseen" one is linked in the memory alone.
-A "withheld" one (--set withheld=0.25) stands in training passages, but no loss of pre-training named
-it, and TOME trained without its memories. "gain" is "memory" minus "emptied", the mean over
+A "withheld" one (--set withheld=0.25) is linked in training passages, but no loss of pre-training
+named it, and TOME trained without its memories. "gain" is "memory" minus "emptied", the mean over
 mentions. Intervals are of 95%.
 This program only reads: it neither trains nor builds.
 """
@@ -39,12 +39,12 @@ from tome import claim_logits, predict_entity, retrieve_answer
 # ---- Figures: a cell holds those of n items ------------------------------------------------------
 
 def masked_mention_figures(run, tome, memory, n=1000):
-    """Returns (figures, pairs). figures: the keys "masked_mention" and "same_entity_mass" of --json:
-    train.masked_mentions' figures of at most n held-out mentions of each of train.GROUPS, None if
-    there are none; but of a baseline also the accuracy with the memory emptied and with its values
-    shuffled, the gain (mean and 95% interval of paired differences), and how often BM25's vote
-    names the entity. pairs: the mentions, and the share of each one's tokens that are right with
-    the memory and with it emptied; of a baseline ()."""
+    """Returns (figures, pairs). figures: the keys "masked_mention" and "same_entity_mass" of
+    --json: train.masked_mentions' figures of at most n held-out mentions of each of train.GROUPS,
+    None if there are none. Except of a baseline there are also the accuracy with the memory emptied
+    and with its values shuffled, the gain (mean and 95% interval of paired differences), and how
+    often BM25's vote names the entity. pairs: the mentions, and the share of each one's tokens that
+    are right with the memory and with it emptied; of a baseline ()."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measured, shares = train.masked_mentions(run, tome, memory, mentions)
     pairs, figures = (), {"masked_mention": {}, "same_entity_mass": {}}

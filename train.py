@@ -1211,7 +1211,10 @@ def make_memory(run, file=None):
             make_corpus(run, file, old)
         ann.barrier()
         run.open(old.device.type)
-        say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
+        n_there, n_before = (of.corpus.meta["counts"].get("texts_already_there", 0)
+                             for of in (run, old))
+        say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}"
+            + f"; {n_there - n_before:,} texts were already there" * (n_there > n_before))
     folder = run.folder("memory")
     if not folder.exists():
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),

@@ -249,13 +249,17 @@ def test_appended_text_follows_what_was_there_and_is_held_out(tmp_path):
     old, tokenizer = build(tmp_path, first, name="old")
     both, path = write(tmp_path / "both.jsonl", first + more), write(tmp_path / "more.jsonl", more)
     new = data.Corpus.build(path, tmp_path / "new", tokenizer, 16, 64, {"made": "here"}, old)
-    third = data.Corpus.build(path, tmp_path / "third", tokenizer, 16, 64, None, new)
+    third = data.Corpus.build(both, tmp_path / "third", tokenizer, 16, 64, None, new)       # all of it is there
     whole = data.Corpus.build(both, tmp_path / "whole", tokenizer, 16, 64)
     for name in data.Corpus.ARRAYS.keys() - {"held_out"}:
         assert (getattr(new, name) == getattr(whole, name)).all(), name
     assert (new.titles, new.entity_names) == (whole.titles, whole.entity_names)
     n = len(old.article)
-    assert n < len(new.article) < len(third.article)
+    assert n < len(new.article) == len(third.article) and (new.text == third.text).all()
+    assert third.meta["counts"]["texts_already_there"] == len(first + more)
+    other = [more[0] | {"text": more[0]["text"] + "!"}, more[0] | {"title": "Elsewhere"}]   # neither of these
+    fourth = data.Corpus.build(write(tmp_path / "o.jsonl", other), tmp_path / "fourth", tokenizer, 16, 64, None, new)
+    assert "texts_already_there" not in fourth.meta["counts"] and fourth.meta["counts"]["texts"] == len(first + more) + 2
     assert (new.held_out[:n] == old.held_out).all() and new.held_out[n:].all()
     assert new.meta["recipe"] == {"made": "here"} and old.meta["recipe"] is None
     known = len(old.entity_names)
