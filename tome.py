@@ -186,11 +186,14 @@ def predict_entity(scores, memory_entity):
 
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
-    claim's mentions: to these positions the memory's values were added (eq. 9). The paper does not
-    name its head; read off [CLS], toy claims stayed at chance."""
+    claim's mentions: to these positions the memory's values were added (eq. 9). Each goes through
+    the MLM head's layer first, which helps to compare what was retrieved with what is claimed. The
+    paper does not name its head. The public code's has such a layer and reads [CLS]; read off
+    [CLS], toy claims stayed at chance."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
-    total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
+    h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
+    total = h.new_zeros(B, h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, at):
