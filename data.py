@@ -995,16 +995,17 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
     if old is not None:
         titles, entities = dict(old.article_index), dict(old.entity_index)
         counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
+        del counts["texts_already_there"]               # of an earlier append
         for name in Corpus.ARRAYS:
             shutil.copy(Path(old.folder, name + ".bin"), folder)
         by_article = old.article.argsort(kind="stable")
 
     def is_there(text):
         """Whether `old` has this text, in the same article."""
-        number = old.article_index.get(text.title, -1)
-        a, b = np.searchsorted(old.article, [number, number + 1], sorter=by_article)
-        places = old.text_at[by_article[a:b]]
-        return any(old.text[a:b].tobytes() == text.text.encode() for a, b in places)
+        number, wanted = old.article_index.get(text.title, -1), text.text.encode()
+        own = slice(*np.searchsorted(old.article, [number, number + 1], sorter=by_article))
+        return any(b - a == len(wanted) and old.text[a:b].tobytes() == wanted
+                   for a, b in old.text_at[by_article[own]])
 
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
@@ -1244,7 +1245,7 @@ def kilt(path, out) -> Counter:
                 continue
             with intact(f"{path}:{n}", "is no page of KILT's knowledge source", "give that file"):
                 page = json.loads(line)
-                paragraphs = [(text + "", []) for text in list.copy(page["text"])]
+                paragraphs = [(text, []) for text in list.copy(page["text"])]   # no string
                 for a in page["anchors"]:
                     target = a.get("wikipedia_title") or unquote(a["href"])
                     text, links = paragraphs[a["paragraph_id"]]

@@ -71,7 +71,7 @@ class Schedule:
     steps: int
     lr: float
     warmup: int             # steps of linear warm-up, at most a tenth; linear decay to zero follows
-    batch: int              # passages or examples a step, of all processes (beside as many clozes)
+    batch: int              # passages or examples a step, of all processes; claims add clozes
 
 @dataclass
 class Settings:
@@ -1211,10 +1211,9 @@ def make_memory(run, file=None):
             make_corpus(run, file, old)
         ann.barrier()
         run.open(old.device.type)
-        n_there, n_before = (of.corpus.meta["counts"].get("texts_already_there", 0)
-                             for of in (run, old))
+        n_there = run.corpus.meta["counts"].get("texts_already_there", 0)
         say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}"
-            + f"; {n_there - n_before:,} texts were already there" * (n_there > n_before))
+            + (f"; {n_there:,} texts were already there." if n_there else "."))
     folder = run.folder("memory")
     if not folder.exists():
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
