@@ -1392,7 +1392,11 @@ def main() -> int:
     add[task]("--corpus", help="of questions: its entities are the answers")
     options = vars(parser.parse_args())
     sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
+    read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
+        out = Path(options["out"]).resolve() if "out" in options else None
+        if out in [Path(path).resolve() for path in read]:
+            raise UserError(f"--out {out} is a file to be read; give another name")
         options.pop("run")(**options)
         return 0
     except (UserError, OSError, ImportError) as error:

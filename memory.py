@@ -41,7 +41,6 @@ class Retrieved(NamedTuple):
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
     value: torch.Tensor = None      # (M, d_V) eq. 8
-    query: torch.Tensor = None      # (M, d_K) eq. 6, of a memory layer
 
 def attention_weights(scores):
     """Softmax over the last dimension. A row of nothing but -inf gives zeros instead of NaN."""
@@ -92,7 +91,8 @@ class MentionMemory:
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        self.n_search = self.index = None               # None: the search is exact
+        # None: the search is exact; else in n_search of 4 sqrt(N) buckets (app. C.1.2).
+        self.n_search = self.index = None
 
     def __len__(self):
         return len(self.keys)
@@ -131,10 +131,6 @@ class MentionMemory:
         other = copy.copy(self)
         vars(other).update(attributes)
         return other
-
-    def bucketed(self, n_search):
-        """The same rows, searched in n_search of 4 sqrt(N) buckets (app. C.1.2); None: exactly."""
-        return self.changed(n_search=n_search, index=None)
 
     def select(self, keep):
         """Only the rows where keep (N,) is true."""
@@ -206,7 +202,7 @@ class MemoryAttention(nn.Module):
     def forward(self, H, mentions, memory):
         """H with eq. 9's update at each mention's start, normalised; what eq. 6–8 retrieved."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
-        found = memory.attend(query, mentions.passage, self.k, self.k_shard)._replace(query=query)
+        found = memory.attend(query, mentions.passage, self.k, self.k_shard)
         # accumulate=True adds the update to H_s. A mention that was allowed no memory gets no
         # update, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)

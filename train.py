@@ -600,7 +600,7 @@ def open_memory(run, tome, fingerprint, n_search=None):
         return tome.entities, tome.entities
     folder = run.folder("memory")
     needs(folder.exists(), folder, "memory")
-    memory = load_memory(folder, fingerprint, run.device).bucketed(n_search)
+    memory = load_memory(folder, fingerprint, run.device).changed(n_search=n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 

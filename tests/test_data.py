@@ -168,6 +168,18 @@ def run(monkeypatch, capsys):
     return run
 
 
+def test_a_file_that_is_read_is_never_written_to(tmp_path, run):
+    corpus, claims = write(tmp_path / "corpus.jsonl", [GOOD]), write(tmp_path / "claims.jsonl", [GOOD])
+    (tmp_path / "other.jsonl").symlink_to(claims)
+    for task, out in (("fever", claims), ("fever", tmp_path / "other.jsonl"), ("entityquestions", corpus)):
+        before = corpus.read_bytes(), claims.read_bytes()
+        done = run("task", task, claims, "--corpus", corpus, "--out", out)
+        assert done.returncode == 1 and "is a file to be read" in done.stderr
+        assert (corpus.read_bytes(), claims.read_bytes()) == before
+    done = run("kilt", claims, "--out", tmp_path / "." / "claims.jsonl")
+    assert done.returncode == 1 and "is a file to be read" in done.stderr and claims.is_file()
+
+
 def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypatch):
     mentions = (0, 4, "Rome"), (4, 5, "X"), (6, 8, None)
     done = run("check", write(tmp_path / "good.jsonl", [line("Rome  is old", *mentions)]))

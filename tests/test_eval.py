@@ -63,6 +63,12 @@ def loss_of_equation_10(memory, query, answer, k):
     own = scores[memory.entity.numpy()[best] == answer].sum()
     return [-math.log(own / scores.sum())] if own > 0 else []
 
+def queries_of(model):
+    """A list to which each call of the model adds the queries of its last memory layer."""
+    asked, layer = [], model.blocks[-1].memory_attention.query
+    layer.register_forward_hook(lambda module, inputs, query: asked.append(query.detach()))
+    return asked
+
 def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path):
     """One batch of both against each read alone, the sums of eq. 10 by hand."""
     claims = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
@@ -77,6 +83,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
         parts = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
     n = len(claims)
     assert parts.keys() == {"claims", "answer", "linking"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
+    asked = queries_of(model)
     training, by_hand = train.open_memory(loaded, model, train.load_model(loaded)[1])[1], {"claims": [], "answer": [], "linking": []}
     for r, row in enumerate(batch.tokens):
         label = int(batch.label[r])
@@ -93,7 +100,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             mention = int((one.answer >= 0).nonzero())
             one.tokens = row[None, :one.tokens.shape[1]]
         with torch.no_grad():
-            H, layers = model(one.tokens, one.attention_mask, one, training)
+            H, _ = model(one.tokens, one.attention_mask, one, training)
         if r < n:
             judged = [through_the_mlm_heads_layer(model, H[0, s]) for s in one.start.tolist()]
             logits = model.claim.weight @ (sum(judged, torch.zeros(H.shape[-1])) / max(1, len(judged))) + model.claim.bias
@@ -101,7 +108,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.answer.linear.weight @ ends + model.answer.linear.bias
-        for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", layers[-1].query[mention], loaded.config.k)):
+        for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", asked[-1][mention], loaded.config.k)):
             by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
     for name, losses in by_hand.items():
         assert 0 < len(losses) <= n and parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
@@ -112,12 +119,12 @@ def test_questions_are_asked_of_the_last_memory_layer_too_by_what_it_found(run):
     stage = train.finetune_stage(loaded, recipe, examples=run.parent / "qa.jsonl")
     model, batch = stage.model.eval(), stage.next_batch(0)
     memory = train.open_memory(loaded, model, train.load_model(loaded)[1])[1]
+    asked = queries_of(model)
     with torch.no_grad():
         losses = stage.losses(batch, 0)
-        _, layers = model(batch.tokens, batch.attention_mask, batch, memory)
     by_hand = []
     for m in (batch.answer > 0).nonzero()[:, 0].tolist():
-        by_hand += loss_of_equation_10(memory, layers[-1].query[m], int(batch.answer[m]), loaded.config.k)
+        by_hand += loss_of_equation_10(memory, asked[-1][m], int(batch.answer[m]), loaded.config.k)
     weight, loss = losses["linking"]
     assert losses.keys() == {"answer", "linking"} and weight == 1
     assert by_hand and float(loss) == pytest.approx(np.mean(by_hand), abs=1e-4)

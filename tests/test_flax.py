@@ -233,12 +233,15 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
     targets = z["in/mention_target_weights"] > 0
     batch.passage = torch.full_like(batch.passage, -1)              # allow: nobody's passage
+    asked = []
+    for block in tome.blocks:
+        block.memory_attention.query.register_forward_hook(lambda layer, inputs, query: asked.append(query))
     H, found = tome(batch.tokens, mask, batch, memory)
-    for prefix, layer in zip(("", "second_"), found, strict=False):
+    for prefix, layer, query in zip(("", "second_"), found, asked, strict=False):
         assert torch.equal(layer.ids, z[f"allow/{prefix}top_memory_ids"][real].long())
         assert torch.equal(layer.entity, z[f"allow/{prefix}top_entity_ids"][real].long())
         close(name, layer.weights, z[f"allow/{prefix}memory_attention_weights"][real])
-        close(name, layer.query, z[f"allow/{prefix}memory_attention_mention_encodings"][real])
+        close(name, query, z[f"allow/{prefix}memory_attention_mention_encodings"][real])
     close(name, H[mask], z["allow/encoding"][mask])
     logits = tome.mlm_logits(H, targets_of(z)[0])
     close(name, logits, z["allow/mlm_logits"][z["in/mlm_target_weights"] > 0])

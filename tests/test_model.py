@@ -187,7 +187,7 @@ def test_a_search_stays_in_float32_where_training_computes_in_bfloat16(n_search)
     torch.manual_seed(0)
     keys, query = torch.randn(500, 16), torch.randn(20, 16)
     ids = torch.arange(500)
-    table = MentionMemory(keys, keys, ids, ids // 5, ids).bucketed(n_search)
+    table = MentionMemory(keys, keys, ids, ids // 5, ids).changed(n_search=n_search)
     with torch.autocast("cpu", torch.bfloat16):
         found = table.retrieve(query, ids[:20], 7, 7)
     for m in range(20):
@@ -373,10 +373,10 @@ def test_scores_are_float32_where_training_computes_in_bfloat16():
 
 
 def test_buckets_are_made_again_only_where_keys_or_passages_change():
-    memory = memory_of().bucketed(2)
+    memory = memory_of().changed(n_search=2)
     memory.search(memory.keys[:1], 1, None)                                 # makes them
     assert memory.shuffled().index is memory.index                          # only the values are another row's
-    for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10)), memory.bucketed(3)):
+    for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10))):
         assert changed.index is None is not memory.index
 
 

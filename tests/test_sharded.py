@@ -208,8 +208,8 @@ def test_bucketed_memory_with_all_buckets_retrieves_what_the_exact_one_does():
                 entity=torch.randint(1, 6, (300,), generator=g), passage=torch.arange(300) // 3,
                 mention=torch.arange(300))
     exact, query, passage = MentionMemory(**rows), torch.randn(9, 8, generator=g), torch.arange(9)
-    a, b = exact.attend(query, passage, 20, 20), exact.bucketed(10 ** 6).attend(query, passage, 20, 20)
+    a, b = exact.attend(query, passage, 20, 20), exact.changed(n_search=10 ** 6).attend(query, passage, 20, 20)
     assert torch.equal(a.ids, b.ids) and torch.allclose(a.value, b.value)
-    half = exact.bucketed(2).select(torch.arange(300) % 2 == 0)
+    half = exact.changed(n_search=2).select(torch.arange(300) % 2 == 0)
     assert half.n_search == 2 and len(half) == 150 and (half.attend(query, passage, 5, 5).ids < 150).all()
-    assert exact.bucketed(2).sample(0).attend(query, passage, 5, 5).value.eq(0).all()
+    assert exact.changed(n_search=2).sample(0).attend(query, passage, 5, 5).value.eq(0).all()
