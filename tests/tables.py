@@ -295,8 +295,9 @@ def second_names(out, seed=0):
 @torch.no_grad()
 def attention_by_name(folder, second, n=1000):
     """{(kind, name): mean attention of visible mentions that use that name on memories that call
-    their entity by its first name}, and with kind "… alone": without the passages that introduce
-    the second name."""
+    their entity by its first name}, and with kind "… alone": without the passages where both names
+    stand, among them those that introduce the second. Where that leaves no other passage with the
+    first name, a mention does not count; nor do those that stand beside both names."""
     run, tome, memory = training.open_run(folder)
     corpus, first = run.corpus, run.corpus.entity_names
     shown = [corpus.show_mention(m, 0).rpartition("[")[2][:-1] for m in
@@ -317,8 +318,12 @@ def attention_by_name(folder, second, n=1000):
                                    & corpus.held_out[passage])
             asked = rng.permutation(asked)[:n]
             for label, part in (("", chosen), (" alone", alone)):
-                masses = []
-                for some in np.array_split(asked, max(1, len(asked) // 64)):
+                pairs = torch.stack([part.passage, part.entity]).unique(dim=1).numpy()
+                there, masses = set(zip(*pairs)), []
+                count = np.bincount(pairs[1], minlength=len(first))
+                mine = [(p, e) in there for p, e in zip(passage, corpus.mention_entity)]
+                counted = asked[(count[corpus.mention_entity] > mine)[asked]]
+                for some in np.array_split(counted, max(1, len(counted) // 64)):
                     batch = data.corpus_batch(corpus, passage[some])
                     _, found = tome(batch.tokens, batch.attention_mask, batch, part)
                     mass = (found[-1].weights * (found[-1].entity == batch.entity[:, None])).sum(1)
@@ -349,7 +354,7 @@ def names(out, seeds):
     rows = [["a mention that uses", "the first name: seen", "unseen", "the second name: seen",
              "unseen"]]
     for label, suffix in (("attention on its entity's first name", ""),
-                          ("… without introductions", " alone")):
+                          ("… without passages with both", " alone")):
         rows.append([label, *((lambda key: [attention()[key]], (kind + suffix, name))
                               for name in ("first", "second") for kind in KINDS)])
     rows.append(["questions", *((answers, name, kind) for name in ("first", "second")
