@@ -91,7 +91,7 @@ class MentionMemory:
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # None: the search is exact; else in n_search of 4 sqrt(N) buckets (app. C.1.2).
+        # n_search: of 4 sqrt(N) buckets (app. C.1.2), which the first search makes; None: exact.
         self.n_search = self.index = None
 
     def __len__(self):

@@ -187,7 +187,7 @@ def predict_entity(scores, memory_entity):
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
     claim's mentions: to these positions the memory's values were added (eq. 9). Each goes through
-    the MLM head's layer first, which helps to compare what was retrieved with what is claimed. The
+    the MLM head's layer first, which made one toy seed better and two worse (tests/README.md). The
     paper does not name its head. The public code's has such a layer and reads [CLS]; read off
     [CLS], toy claims stayed at chance."""
     B = len(batch.tokens)

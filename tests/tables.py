@@ -311,18 +311,18 @@ def attention_by_name(folder, second, n=1000):
     introduces = np.isin(passage, [p for p, _ in both])
     chosen = memory.select(torch.from_numpy(is_first[memory.mention.numpy()]))
     alone = chosen.select(torch.from_numpy(~introduces[chosen.mention.numpy()]))
-    rng, result = np.random.default_rng(0), {}
+    rng, result, is_elsewhere, E = np.random.default_rng(0), {}, {}, len(first)
+    for label, part in (("", chosen), (" alone", alone)):
+        pairs = np.unique(part.passage.numpy() * E + part.entity.numpy())
+        n_passages = np.bincount(pairs % E, minlength=E)[corpus.mention_entity]
+        is_elsewhere[label] = n_passages > np.isin(passage * E + corpus.mention_entity, pairs)
     for kind, is_kind in (("seen", run.entity_group == 0), ("unseen", run.entity_group == 1)):
         for name, is_name in (("first", is_first), ("second", is_second)):
             asked = np.flatnonzero(is_name & is_kind[corpus.mention_entity] & ~introduces
                                    & corpus.held_out[passage])
             asked = rng.permutation(asked)[:n]
             for label, part in (("", chosen), (" alone", alone)):
-                pairs = torch.stack([part.passage, part.entity]).unique(dim=1).numpy()
-                there, masses = set(zip(*pairs)), []
-                count = np.bincount(pairs[1], minlength=len(first))
-                mine = [(p, e) in there for p, e in zip(passage, corpus.mention_entity)]
-                counted = asked[(count[corpus.mention_entity] > mine)[asked]]
+                counted, masses = asked[is_elsewhere[label][asked]], []
                 for some in np.array_split(counted, max(1, len(counted) // 64)):
                     batch = data.corpus_batch(corpus, passage[some])
                     _, found = tome(batch.tokens, batch.attention_mask, batch, part)

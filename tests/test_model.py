@@ -376,6 +376,7 @@ def test_buckets_are_made_again_only_where_keys_or_passages_change():
     memory = memory_of().changed(n_search=2)
     memory.search(memory.keys[:1], 1, None)                                 # makes them
     assert memory.shuffled().index is memory.index                          # only the values are another row's
+    assert memory.changed(n_search=3).index is memory.index                 # the same buckets, more of them searched
     for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10))):
         assert changed.index is None is not memory.index
 
