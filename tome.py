@@ -186,14 +186,11 @@ def predict_entity(scores, memory_entity):
 
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
-    claim's mentions: to these positions the memory's values were added (eq. 9). Each goes through
-    the MLM head's layer first, which made one toy seed better and two worse (tests/README.md). The
-    paper does not name its head. The public code's has such a layer and reads [CLS]; read off
-    [CLS], toy claims stayed at chance."""
+    claim's mentions: to these positions the memory's values were added (eq. 9). The paper does not
+    name its head; read off [CLS], as the public code does, toy claims stayed at chance."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
-    h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
-    total = h.new_zeros(B, h.shape[-1]).index_add(0, batch.row, h)
+    total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, at):
@@ -274,8 +271,8 @@ def fit_linear(layer, X, wanted, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
-    The Transformer layers above it are divided among TOME's blocks in their order (a single one is
-    copied to each), and the memory layer is copied to each. Trained with two memory layers from the
+    The Transformer layers above it are divided among TOME's blocks in their order (of a single one
+    all are copies), and the memory layer is copied to each. Trained with two memory layers from the
     first step, the second one was never used."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):

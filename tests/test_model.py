@@ -50,7 +50,7 @@ def attention_by_hand(H, layer, keys, values, passages, k):
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
 
 
-@pytest.mark.parametrize("n_upper, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
+@pytest.mark.parametrize("n_upper, sources", [(1, [[0, 0], [0, 0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
 def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_upper, sources):
     one = TOME(replace(TINY, n_upper=n_upper, n_blocks=1))
     two = TOME(replace(TINY, n_upper=n_upper))
