@@ -35,7 +35,7 @@ def dot(queries, keys):
         return queries.float() @ keys.float().mT
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The definition that the searches below are tested against. Arguments as exact_topk's."""
+    """The definition of what the searches below find. Arguments as exact_topk's."""
     scores = dot(queries, torch.as_tensor(keys))                             # (Q, N)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     if query_passage is not None:

@@ -151,8 +151,7 @@ class Batch:
 
     def to(self, device) -> "Batch":
         """The batch on that device."""
-        return Batch(**{name: tensor.to(device, non_blocking=True)
-                        for name, tensor in vars(self).items()})
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def part(self, rank, size) -> "Batch":
         """Rows rank, rank + size, … with their mentions: what process `rank` of `size` computes."""
@@ -564,9 +563,10 @@ def _toy_passages(rng, facts, split, described) -> list:
     masked mention can be known from the other passages only. 5% of the passages of the seen
     world are held out. split: of each fact.
 
-    Half of the training facts are described, and left out of two passages: in place of "X was
-    directed by Y." stands "X's director is well known.", with a link to Y on the description. Such
-    links teach whom a description means, the first of two hops; examples do not link it."""
+    Half of the training facts are described, and left out of two passages (but not of a held-out
+    one): in place of "X was directed by Y." stands "X's director is well known.", with a link to Y
+    on the description. Such links teach whom a description means, the first of two hops; examples
+    do not link it."""
     lines = []
     for subject in dict.fromkeys(subject for subject, _ in facts):
         objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
@@ -1361,6 +1361,8 @@ def toy(out, seed=0):
     """write corpus.jsonl and examples of a made-up world"""
     lines, examples = toy_world(seed)
     os.makedirs(out, exist_ok=True)
+    if os.listdir(out):
+        raise UserError(f"{out}: is not empty; give a new folder")
     for name, records in {"corpus": lines, **examples}.items():
         write_lines(Path(out, name + ".jsonl"), records)
 

@@ -36,7 +36,7 @@ class Retrieved(NamedTuple):
     """What M mentions found: K memories each, best first if they were searched for. Where a search
     finds fewer, scores are -inf, ids -1 and entity 0. Of attend_to_all (K = N, not sorted) an
     excluded memory has score -inf, but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient (GivenMemory's without)
+    scores: torch.Tensor            # (M, K) query · key, with gradient (of given ones without)
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed

@@ -301,7 +301,7 @@ def tome_stage(run, recipe, start=None):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away.
 
-        Teacher forcing: in the first steps all mentions are given memories, and the Transformer
+        Teacher forcing: in the first steps linked mentions are given memories, and the Transformer
         layers below stand still; later a share of them, or reading is unlearnt again: attention
         rarely finds the entity (on real text a tenth of a masked mention's)."""
         all_given = step < forcing * recipe["steps"]
@@ -1120,7 +1120,9 @@ def flags_of_stage(run, args):
     if args.examples is not None:
         files = [args.examples, *dev_files(args.examples)]
         for file in files:
-            labelled_examples(file, args.task)                          # likewise
+            examples = labelled_examples(file, args.task)               # likewise
+            if args.task == "claims" and len({e.label for e in examples}) == 1:
+                raise UserError(f"{file}: its claims have one label; give some of another, too")
         flags["examples"] = [checksum(file) for file in files]
     elif args.task and run.saved["corpus"]:
         raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")

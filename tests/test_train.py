@@ -169,6 +169,16 @@ def test_all_files_of_examples_are_read_before_anything_is_trained(tiny, small_w
                    "--examples", path) == 1
         assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
 
+def test_claims_of_one_label_only_teach_nothing_and_are_refused(tiny, small_world, tmp_path, capsys):
+    claims = [{"text": "A", "label": "SUPPORTS"}, {"text": "B", "label": "SUPPORTS"}, {"text": "C", "label": None}]
+    for label, status in (("SUPPORTS", 1), ("REFUTES", 0)):
+        path = tmp_path / "claims.jsonl"
+        path.write_text("".join(json.dumps(claim) + "\n" for claim in [*claims, {"text": "D", "label": label}]))
+        with (pytest.raises(data.UserError, match="jsonl: its claims have one label;") if status else nullcontext()):
+            args = train.parse_arguments(["--stage", "finetune", "--task", "claims", "--corpus", str(small_world),
+                                          "--out", str(tmp_path / "run"), "--examples", str(path)])
+            train.settle(args)
+
 def test_more_processes_than_passages_are_refused(trained, monkeypatch):
     loaded = train.read_run(trained).open()
     n = len(train.training_passages(loaded))
