@@ -30,7 +30,7 @@ class Config:
     init_std: float = 0.02
     # n_initial Transformer layers stand below the first memory layer, n_upper above it. The upper
     # ones are divided equally among n_blocks TOMEBlocks (TOME-1: one of 8; TOME-2: two of 4). A
-    # single one (toy) cannot be: each of TOME-2's blocks then has two layers that start as it.
+    # single one (toy) cannot be: each of TOME-2's blocks then has a copy, and one more layer.
     n_initial: int = 4
     n_upper: int = 8
     n_blocks: int = 1
@@ -160,9 +160,12 @@ class MLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.gelu = config.gelu
 
+    def transform(self, h):
+        """The layer before the words: h (L, hidden) -> (L, hidden)."""
+        return self.norm(F.gelu(self.dense(h), approximate=self.gelu))
+
     def forward(self, h, word_embedding):
-        h = self.norm(F.gelu(self.dense(h), approximate=self.gelu))
-        return F.linear(h, word_embedding, self.bias)
+        return F.linear(self.transform(h), word_embedding, self.bias)
 
 def init_weights(module, std):
     """BERT's initialisation: normal weights, zero biases. For nn.Module.apply."""

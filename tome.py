@@ -186,11 +186,13 @@ def predict_entity(scores, memory_entity):
 
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
-    claim's mentions: to these positions the memory's values were added (eq. 9). The paper does not
-    name its head; read off [CLS], as the public code does, toy claims stayed at chance."""
+    claim's mentions: to these positions the memory's values were added (eq. 9). Each goes through
+    the MLM head's layer first. The paper does not name its head; the public code's has such a layer
+    and reads [CLS]; read off [CLS], toy claims stayed at chance."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
-    total = H.new_zeros(B, H.shape[-1]).index_add(0, batch.row, H[batch.row, batch.start])
+    h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
+    total = h.new_zeros(B, h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, at):
@@ -271,9 +273,10 @@ def fit_linear(layer, X, wanted, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from BATCH-TOME's (a state dictionary), which has one memory layer.
 
-    The Transformer layers above it are divided among TOME's blocks in their order (of a single one
-    all are copies), and the memory layer is copied to each. Trained with two memory layers from the
-    first step, the second one was never used."""
+    The Transformer layers above it are divided among TOME's blocks in their order, and the memory
+    layer is copied to each. Trained with two memory layers from the first step, the second one was
+    never used. A single Transformer layer is copied to both blocks, with one more layer above it
+    that begins as the identity: it adds zero to its input, which its LayerNorms leave as it is."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):
         for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
@@ -281,6 +284,8 @@ def split_into_blocks(state, config):
         for i in range(config.layers_per_block):
             number = min(block * config.layers_per_block + i, config.n_upper - 1)
             for name, tensor in part_of(state, f"blocks.0.transformer.layers.{number}.").items():
+                if i >= config.n_upper and not name.startswith(("attention.qkv.", "up.")):
+                    tensor = torch.full_like(tensor, name.endswith("norm.weight"))
                 weights[f"blocks.{block}.transformer.layers.{i}.{name}"] = tensor
     return weights
 

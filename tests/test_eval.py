@@ -102,7 +102,8 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
         with torch.no_grad():
             H, _ = model(one.tokens, one.attention_mask, one, training)
         if r < n:
-            logits = model.claim.weight @ (H[0, one.start].sum(0) / max(1, len(one.start))) + model.claim.bias
+            judged = [through_the_mlm_heads_layer(model, H[0, s]) for s in one.start.tolist()]
+            logits = model.claim.weight @ (sum(judged, torch.zeros(H.shape[-1])) / max(1, len(judged))) + model.claim.bias
             by_hand["claims"].append(-float(logits.detach().log_softmax(0)[label]))
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
@@ -213,6 +214,12 @@ def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(
     figures = train.task_accuracy(loaded, tome, "qa", examples, memory)
     assert figures == {"accuracy": .5, "recall@20": .5, "n": 2}     # any entity is right for one, none for the other
 
+def through_the_mlm_heads_layer(tome, x):
+    """By hand: a dense layer, GELU by its tanh formula, LayerNorm. x (hidden,) -> (hidden,)."""
+    x = tome.mlm.dense.weight @ x + tome.mlm.dense.bias
+    x = .5 * x * (1 + torch.tanh((2 / np.pi) ** .5 * (x + .044715 * x ** 3)))
+    return tome.mlm.norm.weight * (x - x.mean()) / (x.var(unbiased=False) + tome.mlm.norm.eps) ** .5 + tome.mlm.norm.bias
+
 def test_without_memory_the_layers_are_off(run):
     """By hand: the blocks' Transformers alone, the mean of the markers, the head; that says the labels, so all is right."""
     loaded, tome, memory = train.open_run(run)
@@ -225,7 +232,8 @@ def test_without_memory_the_layers_are_off(run):
             H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
             for block in tome.blocks:
                 H = block.transformer(H, batch.attention_mask)
-            means.append(H[0, batch.start].mean(0) if len(batch.start) else torch.zeros(H.shape[-1]))
+            judged = [through_the_mlm_heads_layer(tome, H[0, s]) for s in batch.start.tolist()]
+            means.append(sum(judged, torch.zeros(H.shape[-1])) / max(1, len(judged)))
     for seed in range(8):                                           # heads of which some tell what was retrieved
         torch.manual_seed(seed)
         torch.nn.init.normal_(tome.claim.weight)

@@ -50,14 +50,18 @@ def attention_by_hand(H, layer, keys, values, passages, k):
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
 
 
-@pytest.mark.parametrize("n_upper, sources", [(1, [[0, 0], [0, 0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
+@pytest.mark.parametrize("n_upper, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
 def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_upper, sources):
     one = TOME(replace(TINY, n_upper=n_upper, n_blocks=1))
     two = TOME(replace(TINY, n_upper=n_upper))
     two.load_state_dict(split_into_blocks(one.state_dict(), two.config))
     layers, memory = one.blocks[0].transformer.layers, one.blocks[0].memory_attention
+    x = torch.nn.functional.layer_norm(torch.randn(6, TINY.hidden), (TINY.hidden,))
     for block, numbers in zip(two.blocks, sources, strict=True):
-        for mine, number in zip(block.transformer.layers, numbers, strict=True):
+        for added in block.transformer.layers[len(numbers):]:       # over a single layer: one that changes nothing yet
+            torch.testing.assert_close(added(x, torch.arange(6), torch.ones(1, 6, dtype=torch.bool)), x)
+        assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
+        for mine, number in zip(block.transformer.layers, numbers):
             assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), layers[number].parameters(), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(block.memory_attention.parameters(), memory.parameters(), strict=True))
     for name, tensor in one.state_dict().items():
