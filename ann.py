@@ -304,8 +304,6 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_local):
     ids number the rows of all shards one after the other. Exact if k_shard = k; with less, what a
     shard has beyond is lost. k = k_shard × processes keeps all: no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
-    if query_passage is None:
-        query_passage = torch.full((Q,), -1, device=device)
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
     scores, ids = map(torch.cat, zip(*found))                          # (queries of all, k_shard)

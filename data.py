@@ -1359,10 +1359,10 @@ def check(path, preset="toy"):
 
 def toy(out, seed=0):
     """write corpus.jsonl and examples of a made-up world"""
-    lines, examples = toy_world(seed)
     os.makedirs(out, exist_ok=True)
     if os.listdir(out):
         raise UserError(f"{out}: is not empty; give a new folder")
+    lines, examples = toy_world(seed)
     for name, records in {"corpus": lines, **examples}.items():
         write_lines(Path(out, name + ".jsonl"), records)
 

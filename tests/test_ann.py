@@ -226,19 +226,20 @@ def one_of_many(rank, size, file):
     def search(queries, k, passage):
         return ann.exact_topk(queries, keys[a:b], k, passage, key_passage[a:b])
 
+    nobodys = torch.full((len(queries[mine]),), -1)
     # k_shard = k: what one process finds in the whole memory
     scores, ids = ann.sharded_topk(search, queries[mine], 20, 20, query_passage[mine], b - a)
     check((scores, ids), brute_force(queries[mine], keys, 20, query_passage[mine], key_passage))
-    check(ann.sharded_topk(search, queries[mine], 20, 20, None, b - a), brute_force(queries[mine], keys, 20))
+    check(ann.sharded_topk(search, queries[mine], 20, 20, nobodys, b - a), brute_force(queries[mine], keys, 20))
     # k_shard < k: the best of the shards' best; without a second top-k all of them
     parts = [brute_force(queries[mine], keys[s:e], 3) for s, e in zip(SHARDS[size], SHARDS[size][1:])]
     parts_ids = np.concatenate([np.where(i < 0, i, i + s) for (_, i), s in zip(parts, SHARDS[size])], 1)
     parts_scores = np.concatenate([s for s, _ in parts], 1)
     order = np.argsort(-parts_scores, axis=1, kind="stable")
     expected = np.take_along_axis(parts_scores, order, 1), np.take_along_axis(parts_ids, order, 1)
-    found = ann.sharded_topk(search, queries[mine], 3 * size, 3, None, b - a)
+    found = ann.sharded_topk(search, queries[mine], 3 * size, 3, nobodys, b - a)
     check(found, expected)
-    found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, None, b - a)
+    found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, nobodys, b - a)
     assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
 
     # fetch: rows of any dtype and shape; -1 is zeros; each chosen row travels once
@@ -258,7 +259,7 @@ def one_of_many(rank, size, file):
         assert ann.bytes_sent["ids"] == 8 * sum(not a <= i < b for i in wanted[rank])
         queries_of = [e - s for s, e in zip(QUERIES[size], QUERIES[size][1:])]
         ann.bytes_sent.clear()
-        ann.sharded_topk(search, queries[mine], 20, 2, None, b - a)
+        ann.sharded_topk(search, queries[mine], 20, 2, nobodys, b - a)
         assert ann.bytes_sent["gather"] == max(queries_of) * (16 * 4 + 8) * (size - 1)
         assert ann.bytes_sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
 
