@@ -169,7 +169,7 @@ def test_all_files_of_examples_are_read_before_anything_is_trained(tiny, small_w
                    "--examples", path) == 1
         assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
 
-def test_claims_of_one_label_only_teach_nothing_and_are_refused(tiny, small_world, tmp_path, capsys):
+def test_claims_of_one_label_only_teach_nothing_and_are_refused(tiny, small_world, tmp_path):
     claims = [{"text": "A", "label": "SUPPORTS"}, {"text": "B", "label": "SUPPORTS"}, {"text": "C", "label": None}]
     for label, status in (("SUPPORTS", 1), ("REFUTES", 0)):
         path = tmp_path / "claims.jsonl"
