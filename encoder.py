@@ -51,7 +51,7 @@ class Config:
 
     @property
     def layers_per_block(self):
-        """Transformer layers of each TOMEBlock; over a single upper layer 1 in TOME-1, 2 in TOME-2."""
+        """Transformer layers of each TOMEBlock; for n_upper = 1 it is 1 in TOME-1, 2 in TOME-2."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 def precision_on(config, device):
