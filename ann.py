@@ -62,7 +62,8 @@ def high_scores(scores, bar, n):
     """The F finite scores of (Q, W) above their query's bar (Q,): (query, column, score), each of
     (F,), and the bar. A block is every (W / size)-th column. Only blocks whose maximum is above the
     bar are looked into: to sort all would be slow. bar None: it is put just below a query's n-th
-    largest block maximum; at least n scores are then above it, so the n best are among them."""
+    largest block maximum; n scores are then above it, if there are so many, and the n best are
+    among them."""
     # With few scores the blocks are smaller: n maxima are needed.
     size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
     missing = -scores.shape[1] % size
@@ -72,7 +73,8 @@ def high_scores(scores, bar, n):
     maxima = blocks.amax(1)                                                  # (Q, W / size)
     if bar is None:
         # A block with NaN or inf sets no bar; it is looked into all the same.
-        bar = F.pad(maxima, (0, n), value=-torch.inf).nan_to_num(-torch.inf, -torch.inf)
+        bar = F.pad(maxima, (0, n), value=-torch.inf)
+        bar = bar.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         bar = bar.topk(n).values[:, -1]
         bar = bar.nextafter(bar.new_tensor(-torch.inf))
     query, block = (~(maxima <= bar[:, None])).nonzero(as_tuple=True)        # also where it is NaN
@@ -317,8 +319,8 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_local):
 @torch.no_grad()
 def fetch(ids, tables):
     """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
-    tables: this process's shards, all of one length. A row is requested once, however often it is
-    needed, and nothing else travels."""
+    tables: this process's shards, all of one length. A process requests a row once, however often
+    it needs it; but for counts nothing else travels."""
     (rank, size), device = rank_and_size(), ids.device
     start = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
     wanted, inverse = ids[ids >= 0].unique(return_inverse=True)            # sorted, so by process

@@ -56,8 +56,11 @@ class Config:
 
 def precision_on(config, device):
     """What matrix products are computed in: the config's precision on a device that is fast at it
-    (GPUs; processors with AVX512-BF16, where bfloat16 is four times as fast), else float32."""
-    is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    (GPUs since Ampere; processors with AVX512-BF16, where bfloat16 is four times as fast), else
+    float32."""
+    is_fast = torch.cpu._is_avx512_bf16_supported()
+    if device.type == "cuda":
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return config.precision if is_fast else "float32"
 
 def low_precision(config, device):
@@ -168,7 +171,7 @@ class MLMHead(nn.Module):
         return F.linear(self.transform(h), word_embedding, self.bias)
 
 def init_weights(module, std):
-    """BERT's initialisation: normal weights, zero biases. For nn.Module.apply."""
+    """BERT's initialisation, but not truncated: normal weights, zero biases. For Module.apply."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):

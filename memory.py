@@ -109,9 +109,11 @@ class MentionMemory:
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
         with gradient. Each process offers its k_shard best keys, and the k best of these are kept
-        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes each offers
-        k / processes, so that k come together."""
-        k_shard = max(k_shard, -(-k // ann.rank_and_size()[1]))
+        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes, or rows, each offers so
+        many that k come together."""
+        n_rows = ann.gather_counts(len(self), query.device)         # of each process
+        while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
+            k_shard += 1
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
                                   len(self))                                    # (M, K)
         keys, entity = ann.fetch(ids, [self.keys, self.entity])                # (M, K, d_K), (M, K)
@@ -142,12 +144,12 @@ class MentionMemory:
         if fraction >= 1:
             return self
         n = int(self.passage.max()) + 1 if len(self) else 0
-        keep = np.random.default_rng([seed, 1]).random(n) < fraction    # others than shuffled's
+        keep = np.random.default_rng([seed, 1]).random(n) < fraction    # 1: not shuffled's stream
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 
-    def shuffled(self, seed=0):
+    def shuffled(self):
         """Values are permuted, keys are not: the same memories are retrieved, with wrong values."""
-        order = np.random.default_rng(seed).permutation(len(self))
+        order = np.random.default_rng(0).permutation(len(self))
         return self.changed(values=self.values[torch.from_numpy(order)])
 
     def by_article(self, article):
@@ -185,7 +187,7 @@ class GivenMemory(MentionMemory):
         if not self.others_search:
             return given
         self.found = found = self.memory.retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0         # a mention has one of the two
+        is_given = self.wanted[:, None] > 0         # a mention has one of the two at most
         return Retrieved(*(torch.cat([mine, its.masked_fill(is_given, none)], 1)
                            for mine, its, none in zip(given[:3], found[:3], (-torch.inf, -1, 0))))
 

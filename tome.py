@@ -49,7 +49,8 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)      # W of z_m, eq. 10
+        # W of z_m, eq. 10: set by fit_retrieval, trained from stage tome on.
+        self.answer = SpanEncodingLayer(config.hidden, config.key_dim)
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
         self.entities = EntityTable(config) if config.n_entities else None  # in the baselines
         self.apply(lambda module: init_weights(module, config.init_std))
@@ -187,8 +188,8 @@ def predict_entity(scores, memory_entity):
 def claim_logits(tome, H, batch):
     """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
     claim's mentions: to these positions the memory's values were added (eq. 9). Each goes through
-    the MLM head's layer first. The paper does not name its head; the public code's has such a layer
-    and reads [CLS]; read off [CLS], toy claims stayed at chance."""
+    the MLM head's layer first. The paper does not name its head. The public code's reads [CLS], off
+    which toy claims stayed at chance, and may have a layer of its own."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
     h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
@@ -202,9 +203,10 @@ def retrieve_answer(tome, H, batch, memory, at):
     return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# The model learns to use the memory only once retrieval finds something useful (app. B.6). So
-# BATCH-TOME is first trained with the memory off, until [E_start] and [E_end] encode their mention.
-# Then fit_retrieval makes queries find keys of their entity, and the memory is switched on.
+# The model learns to use the memory only once retrieval finds something useful (app. B.6). So in
+# presets toy and mini BATCH-TOME is first trained with the memory off, until [E_start] and [E_end]
+# encode their mention. Then fit_retrieval makes queries find keys of their entity, and the memory
+# is switched on. In base, with the paper's million steps, it is on from the first.
 
 @torch.no_grad()
 def start_positions(model):
@@ -222,11 +224,11 @@ def fit_retrieval(model, batches, self_score=20.0):
     mentions are masked. Random layers find nothing: [H_s; H_e] is much the same for all mentions.
 
     Keys: the first n <= d_K principal components of [H_s; H_e] in unmasked text, whitened, each of
-    variance self_score / n. So a key's mean score with itself is self_score; at 20 the softmax
-    prefers it among thousands. Queries, and z of eq. 10: a linear map from [H_s; H_e] in masked
-    text (queries: of H0, z: of the last layer) to the mean key of the mention's entity. On real
-    text masked mentions then give 10% of their attention to their entity; with their own key as
-    target only 1%, since queries then look for the form of a name."""
+    variance self_score / n, weak ones of less. So a key's mean score with itself is self_score at
+    most; at 20 the softmax prefers it among thousands. Queries, and z of eq. 10: a linear map from
+    [H_s; H_e] in masked text (queries: of H0, z: of the last layer) to the mean key of the
+    mention's entity. On real text masked mentions then give 10% of their attention to their entity;
+    with their own key as target only 1%, since queries then look for the form of a name."""
     tome, rows = model.tome, []
     for batch in batches:
         H0 = tome.read_initial(batch.tokens, batch.attention_mask)
@@ -276,7 +278,8 @@ def split_into_blocks(state, config):
     The Transformer layers above it are divided among TOME's blocks in their order, and the memory
     layer is copied to each. Trained with two memory layers from the first step, the second one was
     never used. A single Transformer layer is copied to both blocks, with one more layer above it
-    that begins as the identity: it adds zero to its input, which its LayerNorms leave as it is."""
+    that at first only normalises its input again: its maps to the output begin at zero, those
+    inside as copies (were they zero, too, nothing would be learnt)."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):
         for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
@@ -285,7 +288,8 @@ def split_into_blocks(state, config):
             number = min(block * config.layers_per_block + i, config.n_upper - 1)
             for name, tensor in part_of(state, f"blocks.0.transformer.layers.{number}.").items():
                 if i >= config.n_upper and not name.startswith(("attention.qkv.", "up.")):
-                    tensor = torch.full_like(tensor, name.endswith("norm.weight"))
+                    is_scale = name.endswith("norm.weight")
+                    tensor = torch.full_like(tensor, 1.0 if is_scale else 0.0)
                 weights[f"blocks.{block}.transformer.layers.{i}.{name}"] = tensor
     return weights
 

@@ -322,9 +322,9 @@ def tome_stage(run, recipe, start=None):
         found = retrieve_answer(model, H, batch, training_memory, slice(None))
         entity = entity_prediction_loss(found.scores, found.entity, asked_for)
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
-        # The same for the queries of the last memory layer. (In the paper only Entities as Experts
-        # has it.) TOME-1's query is made before anything is read: there mentions that are given
-        # memories count, too.
+        # The same for the queries of the last memory layer. (The paper does not speak of it; its
+        # code has such a loss, "el_im_weight".) TOME-1's query is made before anything is read:
+        # there mentions that are given memories count, too.
         if linking_weight and retrieved[-1] is not None:
             # given.found: what would have been found by a search
             found = given.found if given_share > 0 else retrieved[-1]

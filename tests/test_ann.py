@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import ann  # noqa: E402
+from memory import MentionMemory  # noqa: E402
 
 def small_integers(Q, N, d=16, n_passages=25, seed=0):
     """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
@@ -241,6 +242,11 @@ def one_of_many(rank, size, file):
     check(found, expected)
     found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, nobodys, b - a)
     assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
+
+    # a memory's k_shard: so many that k come together, also where a process has few rows or none
+    memory = MentionMemory(keys[a:b], keys[a:b], key_passage[a:b], key_passage[a:b], torch.arange(a, b))
+    found = memory.retrieve(queries[mine], nobodys, 20, 2).ids
+    assert (found >= 0).all() and all(len(set(row)) == 20 for row in found.tolist())
 
     # fetch: rows of any dtype and shape; -1 is zeros; each chosen row travels once
     ids = ids.clone()
