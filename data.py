@@ -53,7 +53,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 22             # version of the files in a run folder; others are refused
+FORMAT = 23             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -189,8 +189,8 @@ def inside_mentions(batch) -> np.ndarray:
 
 def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
                max_mentions=24, is_withheld=None, all_of_entity=False) -> Batch:
-    """Passages as a masked batch (app. A): a share mention_rate of the mentions, at least one, each
-    as a whole, and token_rate of the tokens outside of mentions.
+    """Passages as a masked batch (app. A): a share mention_rate of the mentions, at least one is
+    drawn, each as a whole, and token_rate of the tokens outside of mentions.
 
     rng: a numpy Generator. max_mentions: per passage on average; of more, a uniform sample stays in
     the batch (None: all stay). Mentions left out keep their markers in the text, but are neither
@@ -228,13 +228,14 @@ def eval_batch(corpus, mentions) -> Batch:
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of the mentions in held-out passages that only a memory can fill in.
+    """Numbers of the mentions in held-out passages that a memory can fill in, and their own passage
+    does not.
 
     Each is linked; it is its entity's only one in the passage; another passage, held out or not,
     links this entity too; and it is not the article's title, which most of its passages name."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
-    E = len(corpus.entity_names)
+    E = len(corpus.entity_names)        # passage * E + entity: a number for each pair of them
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
     is_elsewhere = np.bincount(pairs % E, minlength=E)[entity] > 1
     titles = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])
@@ -538,10 +539,9 @@ def toy_world(seed=0):
     described = {fact for fact in facts if split[fact] == "train" and rng.random() < .5}
     lines = _toy_passages(rng, facts, split, described)
     lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
-    for name, limit in {"train": 8000, "dev": 300, "test": 500, "unseen": 500}.items():
+    for name, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
         of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        one, two = (_toy_examples(rng, of_split, described, hops, limit, name == "train")
-                    for hops in (1, 2))
+        one, two = (_toy_examples(rng, of_split, described, hops, limit) for hops in (1, 2))
         for task in ("qa", "claims"):
             examples[f"{task}.one_hop.{name}"] = one[task]
             examples[f"{task}.two_hop.{name}"] = two[task]
@@ -559,9 +559,9 @@ def _toy_facts(rng, names) -> dict:
     return facts
 
 def _toy_passages(rng, facts, split, described) -> list:
-    """Five passages per subject. Each states its facts, each time in another phrase, so a
-    masked mention can be known from the other passages only. 5% of the passages of the seen
-    world are held out. split: of each fact.
+    """Five passages per subject. Each states its facts, in phrases of its own: what is masked in
+    one is told by the others. 5% of the passages of the seen world are held out. split: of each
+    fact.
 
     Half of the training facts are described, and left out of two passages (but not of a held-out
     one): in place of "X was directed by Y." stands "X's director is well known.", with a link to Y
@@ -586,7 +586,7 @@ def _toy_passages(rng, facts, split, described) -> list:
                                                     split="train" if is_train else "held_out")})
     return lines
 
-def _toy_examples(rng, facts, described, hops, limit, is_train) -> dict:
+def _toy_examples(rng, facts, described, hops, limit) -> dict:
     """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
     director born?", where the director is the bridge. Facts that are described are not asked for:
     the model would learn to answer from descriptions, which facts of tests lack (tests/README.md,
@@ -594,7 +594,8 @@ def _toy_examples(rng, facts, described, hops, limit, is_train) -> dict:
 
     A wrong claim takes the object of another fact of this relation and split. So wrong objects are
     as frequent as right ones, and every fact appears both true and false: only the memory can
-    decide. Training examples use both phrases, which makes them harder to memorise."""
+    decide. limit: so many questions and claims. None: all, of training; they are in both phrases,
+    which makes them harder to memorise."""
     plain = {fact: obj for fact, obj in facts.items() if fact not in described}
     asked = [{"subject": subject, "relations": [first], "object": obj}
              for (subject, first), obj in plain.items()]
@@ -611,19 +612,19 @@ def _toy_examples(rng, facts, described, hops, limit, is_train) -> dict:
         first, last = asked[i]["relations"][0], asked[i]["relations"][-1]
         noun, relation = RELATIONS[first].noun if bridge else "", RELATIONS[last]
         about = {subject: subject, noun: None} if noun else {subject: subject}
-        for phrase in relation.questions if is_train else [rng.choice(relation.questions)]:
+        for phrase in [rng.choice(relation.questions)] if limit else relation.questions:
             question = _say(phrase, subject, noun=noun)
             qa.append(_line("question", question, about, answers=[obj], **asked[i]))
         wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
         if not wrong:
             continue
-        for phrase in relation.claims if is_train else [rng.choice(relation.claims)]:
+        for phrase in [rng.choice(relation.claims)] if limit else relation.claims:
             other = wrong[rng.integers(len(wrong))]
             for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
                 claim = _say(phrase, subject, claimed, noun)
                 claims.append(_line("text", claim, about | {claimed: claimed}, label=label,
                                     **asked[i]))
-    return {"qa": qa, "claims": claims if is_train else claims[:limit]}
+    return {"qa": qa, "claims": claims[:limit]}
 
 # ==== Set apart: files ============================================================================
 
@@ -725,12 +726,11 @@ def read_examples(path, task) -> list:
     def make(record):
         text = field(record, "question" if task == "qa" else "text", [str])
         answers = field(record, "answers", [list]) if task == "qa" else []
-        if any(isinstance(answer, (dict, list)) for answer in answers):
+        if not all(isinstance(answer, str) for answer in answers):
             raise ValueError("answers: not a list of names of entities")
         label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
         label = None if label is None else CLAIM_LABELS.index(label)
-        answers = [str(answer) for answer in answers if answer]
-        return Example(text, read_mentions(record, text), label, answers, record)
+        return Example(text, read_mentions(record, text), label, [*filter(None, answers)], record)
 
     examples = list(read_records(path, make))
     if not examples:
@@ -1286,10 +1286,12 @@ def task_records(path):
     return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
 
 def answer_key(name):
-    """What is compared: lower case, no punctuation, "_" or "the": The_Black_Sea is "black sea"."""
+    """What is compared: lower case, no punctuation, "_" or article before it: The_Black_Sea is
+    "black sea", but "Vitamin A" is not "vitamin"."""
     name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
     words = re.findall(rf"[\w{_MARK}]+", name)
-    return " ".join([w for w in words if w not in ("a", "an", "the")] or words) or name.strip()
+    has_article = len(words) > 1 and words[0] in ("a", "an", "the")
+    return " ".join(words[has_article:]) or name.strip()
 
 def answer_entities(corpus) -> dict:
     """answer_key -> the entity of that title, else of that title but for a bracket, else one
@@ -1396,15 +1398,15 @@ def main() -> int:
     sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
     read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
-        out = Path(options["out"]).resolve() if "out" in options else None
-        if out in [Path(path).resolve() for path in read]:
-            raise UserError(f"--out {out} is a file to be read; give another name")
+        out, read = options.get("out", ""), {Path(path).resolve() for path in read}
+        if {Path(out).resolve(), Path(out + ".tmp").resolve()} & read:      # .tmp: write_file's
+            raise UserError(f"--out {out} would replace a file to be read; give another name")
         options.pop("run")(**options)
         return 0
     except (UserError, OSError, ImportError) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
-        complain("data.py", "stopped; nothing half-written is left")
+        complain("data.py", "stopped; no file is half-written")
         return 130
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from tome import claim_logits, predict_entity, retrieve_answer
 def masked_mention_figures(run, tome, memory, n=1000):
     """Returns (figures, pairs). figures: the keys "masked_mention" and "same_entity_mass" of
     --json: train.masked_mentions' figures of at most n held-out mentions of each of train.GROUPS,
-    None if there are none. Except of a baseline there are also the accuracy with the memory emptied
+    None if it has none. Except of a baseline there are also the accuracy with the memory emptied
     and with its values shuffled, the gain (mean and 95% interval of paired differences), and how
     often BM25's vote names the entity. pairs: the mentions, and the share of each one's tokens that
     are right with the memory and with it emptied; of a baseline ()."""
@@ -132,7 +132,8 @@ def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
     """Robertson's BM25 over these passages of the corpus. Each of a query's k best passages adds
     its score to the votes of every entity that it links. Returns for each query the rank of the
     right entities in these votes, infinite where they have none. A query: its tokens, the right
-    entities, and its own passages; these do not vote, and their other entities are no rivals.
+    entities, and its own passages; these do not vote, and their other entities are no rivals, as in
+    train.masked_mentions. Of equal votes the right one's comes last.
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
@@ -165,13 +166,18 @@ def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
 # ---- What mentions retrieve (tables 3, 4, 12) ----------------------------------------------------
 
 def example_of(run, text):
-    """A text that somebody typed, as an example. Its mentions are the names of entities and what
-    stands in [brackets]: in "Where was Ida Hale's [teacher] born?" the second hop starts there."""
-    plain, bracketed = re.sub(r"[\[\]]", "", text), re.findall(r"\[([^][]+)\]", text)
-    mentions = data.find_mentions(plain, data.name_index(run.corpus.entity_names + bracketed))
+    """A text that somebody typed, as an example. Its mentions are what stands in [brackets], and
+    the names of entities: in "Where was Ida Hale's [teacher] born?" the second hop starts there."""
+    parts = re.split(r"\[([^][]*)\]", text)         # every second one stood in brackets
+    plain, place = "".join(parts), np.cumsum([0, *map(len, parts)]).tolist()
+    mentions = [data.Mention(a, b, None) for a, b in zip(place[1::2], place[2::2]) if a < b]
+    bracketed = {i for mention in mentions for i in range(mention.start, mention.end)}
+    for mention in data.find_mentions(plain, data.name_index(run.corpus.entity_names)):
+        if bracketed.isdisjoint(range(mention.start, mention.end)):
+            mentions.append(mention)
     if not mentions:
         raise data.UserError(f"no mention in {text!r}: name an entity, or put it in [brackets]")
-    return data.Example(plain, mentions, None, [], {})
+    return data.Example(plain, sorted(mentions, key=lambda m: m.start), None, [], {})
 
 @torch.no_grad()
 def show(run, tome, memory, task, item):

@@ -82,7 +82,7 @@ class Settings:
     vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
     cluster: int = 256              # related passages that stand together (app. A.1)
     mentions: int = 24              # at most, per passage on average; of more, a sample is used
-    mention_rate: float = 0.2       # share of mentions that are masked
+    mention_rate: float = 0.2       # share of mentions that are drawn to be masked
     token_rate: float = 0.1         # share of other tokens that are masked
     coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
     entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
@@ -96,7 +96,7 @@ class Settings:
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
-    all_of_entity: int = 0          # 1: with a mention, all of its entity in the passage are masked
+    all_of_entity: int = 0          # 1: … and with each all others of its entity in the passage
     withheld: float = 0.0           # share of entities that pre-training does not name, to be
                                     # evaluated on
     lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
@@ -165,7 +165,7 @@ class Stage(NamedTuple):
     losses: Callable                # Batch of this process, step -> {name: (weight, loss)}
     evaluate: Callable              # () -> figures for the log. Where one of them is "score" (in
                                     # fine-tuning), the weights of its best value are kept
-    fingerprint: str = None         # of the Mention Encoder that wrote the memory
+    fingerprint: str = None         # of the Mention Encoder that wrote the memory, if one did
     before_step: Callable = lambda step: None
 
 def endless(order):
@@ -186,7 +186,7 @@ def masked_batch(run, passages, number, step):
     """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                           settings.mentions, run.is_withheld, settings.all_of_entity == 1)
+                           settings.mentions, run.is_withheld, settings.all_of_entity)
 
 def training_passages(run):
     """Numbers of the passages that have a linked mention and are not held out."""
@@ -221,13 +221,13 @@ def batch_tome_stage(run, recipe):
     least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
     frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
     is_begun = (run.out / "batch-tome.pt").exists()         # then its weights come from there
-    model = BatchTOME(TOME(run.batch_tome_config)) if is_begun else new_batch_tome(run)
+    model = BatchTOME(TOME(run.batch_tome_config)) if is_begun else new_batch_tome(run, run.seed)
     # From this step on, the memory is on.
     fit_step = max(1, int(recipe["steps"] * settings.memory_from)) if settings.memory_from else 0
 
     def evaluate():
         """Over a small memory, for speed. It is attended to here before the fit, too. No loss
-        trains the answer head in this stage: "entity" and "recall@20" are those of the fit."""
+        trains the answer head in this stage, so "entity" and "recall@20" say little."""
         rank, size = ann.rank_and_size()
         rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -277,8 +277,11 @@ def batch_tome_stage(run, recipe):
 def tome_stage(run, recipe, start=None):
     """TOME over the frozen memory, on passages at random (§2.4)."""
     weight, config = run.settings.entity_weight, run.config
-    batch_tome = new_batch_tome(run) if run.is_baseline else load_model(run, "batch-tome")[0]
-    fingerprint = batch_tome.encoder.fingerprint
+    if run.is_baseline:
+        batch_tome, fingerprint = new_batch_tome(run, run.seed), None
+    else:
+        batch_tome, _ = load_model(run, "batch-tome")
+        fingerprint = batch_tome.encoder.fingerprint
     model = TOME(config).to(run.device)
     model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
     start_from(run, model, start)
@@ -301,9 +304,9 @@ def tome_stage(run, recipe, start=None):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away.
 
-        Teacher forcing: in the first steps linked mentions are given memories, and the Transformer
-        layers below stand still; later a share of them, or reading is unlearnt again: attention
-        rarely finds the entity (on real text a tenth of a masked mention's)."""
+        Teacher forcing: while all linked mentions are given memories, the layers below stand
+        still. Later a share of them are, or reading is unlearnt again: attention rarely finds the
+        entity (on real text a tenth of a masked mention's)."""
         all_given = step < forcing * recipe["steps"]
         given_share = 1.0 if all_given else still_given
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
@@ -328,8 +331,8 @@ def tome_stage(run, recipe, start=None):
         if linking_weight and retrieved[-1] is not None:
             # given.found: what would have been found by a search
             found = given.found if given_share > 0 else retrieved[-1]
-            asked_for = named if config.n_blocks == 1 else asked_for
-            linking = entity_prediction_loss(found.scores, found.entity, asked_for)
+            linked_to = named if config.n_blocks == 1 else asked_for
+            linking = entity_prediction_loss(found.scores, found.entity, linked_to)
             result["linking"] = (linking_weight, linking)
         return result
 
@@ -418,7 +421,7 @@ def optimizer_for(run, model, kind):
 def learning_rate(recipe, step):
     """Linear warm-up, then linear decay to zero."""
     steps, warmup = recipe["steps"], recipe["warmup"]
-    return recipe["lr"] * min((step + 1) / max(warmup, 1), (steps - step) / max(steps - warmup, 1))
+    return recipe["lr"] * min((step + 1) / max(warmup, 1), (steps - step) / (steps - warmup))
 
 def train_step(run, stage, recipe, optimizer, step):
     """One step. Returns {loss: its mean over the batch of all processes}."""
@@ -509,7 +512,8 @@ def train_stage(run, stage, recipe, checkpoint=None):
                 break
             values = train_step(run, stage, recipe, optimizer, step)
             state["step"] = step = step + 1
-            if state["sums"].keys() != {*values, "steps"}:      # after a record, or with new losses
+            # After a record, or where teacher forcing ends, and with it its only loss.
+            if state["sums"].keys() != {*values, "steps"}:
                 state["sums"] = dict.fromkeys([*values, "steps"], 0)
             for name, value in {**values, "steps": 1}.items():
                 state["sums"][name] += value
@@ -529,10 +533,10 @@ def train_stage(run, stage, recipe, checkpoint=None):
 # TOME starts from BATCH-TOME's weights (§2.3): then its queries fit the keys in the memory. A
 # memory is of one Mention Encoder; no TOME learns to read another one's (app. B.6).
 
-def new_batch_tome(run, seed=None):
+def new_batch_tome(run, seed):
     """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a
     file of the paper's own code. Says what such a file lacks."""
-    torch.manual_seed(run.seed if seed is None else seed)
+    torch.manual_seed(seed)
     model = BatchTOME(TOME(run.batch_tome_config))
     if not run.init:
         start_positions(model)
@@ -604,14 +608,14 @@ def open_memory(run, tome, fingerprint, n_search=None):
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
-# ---- What is measured while training: does the memory fill in what only a memory can know? -------
+# ---- What is measured while training: does the memory tell what the passage does not? ------------
 # Every process reads the same whole batch: the search of the memory is shared, the rest is small.
 
 @torch.no_grad()
 def masked_mentions(run, tome, memory, mentions, batch_size=64):
     """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
 
-    mentions: corpus numbers (data.eval_mentions). Returns, for each of GROUPS, a dictionary:
+    mentions: corpus numbers (data.eval_mentions). Returns, for each of GROUPS that can be, a dictionary:
 
     accuracy        share of masked tokens filled in rightly
     entity          share of masked mentions whose entity eq. 10 names
@@ -624,7 +628,9 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     and of each mention the share of its tokens filled in rightly, an array as `mentions`."""
     tome.eval()
     E, device = len(run.corpus.entity_names), run.device
-    is_elsewhere = torch.ones(E, dtype=torch.bool, device=device)   # in another passage, too
+    # Entities that two passages have: a mention of another one can only find itself, and is ruled
+    # out.
+    is_elsewhere = torch.ones(E, dtype=torch.bool, device=device)
     if isinstance(memory, MentionMemory):
         pairs = torch.unique(torch.stack([memory.entity, memory.passage]), dim=1)
         is_elsewhere = ann.sum_over_processes(pairs[0].bincount(minlength=E), device) > 1
@@ -686,8 +692,8 @@ def supporting_passages(corpus, mentions, each=4, others=512):
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
-    same = same[np.argsort(entity[same], kind="stable")]
-    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])  # in its entity's
+    same = same[np.argsort(entity[same], kind="stable")]        # entity after entity
+    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])  # 0, 1, … in each
     return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
                                      rng.integers(0, len(corpus.article), others)]))
 
@@ -901,6 +907,8 @@ def compare(path, made, wanted):
             if name in SETTABLE:
                 flag = f"--set {name}="
             how = f"with {flag}{made.get(name)}, not {wanted.get(name)}; give the first again,"
+            if name == "examples":                      # known by their checksums only
+                how = "with other --examples; give them again,"
             if name in ("corpus", "batch-tome", "tome", "published", "appended"):
                 flags = {"published": "--init", "appended": "--append"}
                 how = f"from another {flags.get(name, name)};"
@@ -1000,8 +1008,11 @@ class Run:
             run = Run(self.out, self.saved | {"appended": []})
             if kind in ("claims", "qa"):
                 recipe["appended"] = self.saved["appended"]
+            unread = NO_RESULT | NOT_READ[kind]
+            if not self.init and kind in ("batch-tome", "tome"):        # see optimizer_for
+                unread = unread | {"lower_rate"}
             read = {name: value for name, value in (vars(settings) | vars(self.config)).items()
-                    if name not in NO_RESULT | NOT_READ[kind]}
+                    if name not in unread}
             flags = {**vars(self.schedule(kind)), "start": None, "examples": None,
                      "n_search": None, **self.saved["stages"].get(kind, {})}
             flags["warmup"] = min(flags["warmup"], flags["steps"] // 10)
@@ -1066,9 +1077,9 @@ def open_run(out, task=None, device=None, n_search=None):
 # ---- What a command changes in it ----------------------------------------------------------------
 
 def settle(args):
-    """The Run that this command asks for: its flags, and those of earlier commands. All mistakes
-    that can be found are found here, before anything is written or trained: it is an error, too, if
-    what is there, up to the stage named, was made by other recipes."""
+    """The Run that this command asks for: its flags, and those of earlier commands. Mistakes in
+    these and in examples are found here, before anything is written or trained. It is an error,
+    too, if what is there, up to the stage named, was made by other recipes."""
     out, kind, before = Path(args.out), args.task or args.stage, NEW_RUN
     choose_device(args.device)              # only for its error
     if (out / "run.json").exists():

@@ -227,7 +227,7 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     saved = train.NEW_RUN | {"preset": "mini", "init": str(folder), "published": {"trained": False}}
     run = train.Run(tmp_path, saved)
     run.config, run.batch_tome_config, run.corpus, run.tokenizer = config, replace(config, n_blocks=1), corpus, tokenizer
-    tome = train.new_batch_tome(run).tome
+    tome = train.new_batch_tome(run, run.seed).tome
     tokens, mask = padded_passages()
     states, _ = bert_forward(tensors, tokens, mask)
     torch.testing.assert_close(tome(tokens, mask)[0][mask], states[-1][mask], atol=1e-5, rtol=0)

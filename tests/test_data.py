@@ -174,10 +174,13 @@ def test_a_file_that_is_read_is_never_written_to(tmp_path, run):
     for task, out in (("fever", claims), ("fever", tmp_path / "other.jsonl"), ("entityquestions", corpus)):
         before = corpus.read_bytes(), claims.read_bytes()
         done = run("task", task, claims, "--corpus", corpus, "--out", out)
-        assert done.returncode == 1 and "is a file to be read" in done.stderr
+        assert done.returncode == 1 and "a file to be read" in done.stderr
         assert (corpus.read_bytes(), claims.read_bytes()) == before
     done = run("kilt", claims, "--out", tmp_path / "." / "claims.jsonl")
-    assert done.returncode == 1 and "is a file to be read" in done.stderr and claims.is_file()
+    assert done.returncode == 1 and "a file to be read" in done.stderr and claims.is_file()
+    temporary = write(tmp_path / "new.jsonl.tmp", [GOOD])           # write_file's name for what becomes new.jsonl
+    done = run("task", "fever", temporary, "--out", tmp_path / "new.jsonl")
+    assert done.returncode == 1 and "a file to be read" in done.stderr and temporary.is_file()
 
 
 def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypatch):
@@ -201,7 +204,7 @@ def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypat
     with monkeypatch.context() as patch:                        # Ctrl-C
         patch.setattr(data.Corpus, "build", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         done = run("check", tmp_path / "good.jsonl")
-    assert done.returncode == 130 and done.stderr == "data.py: stopped; nothing half-written is left\n"
+    assert done.returncode == 130 and done.stderr == "data.py: stopped; no file is half-written\n"
 
 
 def test_check_shows_mentions_in_context_as_written_and_warns_of_nothing_to_evaluate(tmp_path, run, monkeypatch):
@@ -855,7 +858,7 @@ def test_examples_are_read_and_bad_ones_reported(tmp_path):
         ("What is old?", None, None, ["Rome", "Roma"]), ("Who?", None, None, [])]
     for task, bad in (("claims", {"text": "a", "label": "TRUE"}), ("claims", {"label": "REFUTES"}),
                       ("claims", {"text": "a", "label": ["REFUTES"]}), ("qa", {"question": "a"}),
-                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": [["b"]]}),
+                      ("qa", {"question": "a", "answers": None}), ("qa", {"question": "a", "answers": [["b"]]}), ("qa", {"question": "a", "answers": [True]}),
                       ("qa", {"question": "a", "answers": "b"}),
                       ("qa", {"question": "a", "answers": ["b"], "mentions": [{"start": 0, "end": 2}]})):
         with pytest.raises(UserError, match="bad.jsonl:1: "):

@@ -409,6 +409,7 @@ def test_an_article_is_only_taken_away_where_every_example_names_one(run, tmp_pa
 
 @pytest.mark.parametrize("text, plain, words", (
         ("Alma Verran's [teacher] met Boris Holt.", "Alma Verran's teacher met Boris Holt.", ["Alma Verran", "teacher", "Boris Holt"]),
+        ("A [teacher] has a teacher, Alma [Verran].", "A teacher has a teacher, Alma Verran.", ["teacher", "Verran"]),
         ("Who taught the [old friend]?", "Who taught the old friend?", ["old friend"]),               # no name at all
         ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt ", ["friend of Alma Verran", "Boris Holt"])))
 def test_what_a_typed_text_has_in_brackets_is_a_mention(run, capsys, text, plain, words):

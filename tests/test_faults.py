@@ -323,7 +323,7 @@ def test_a_stage_is_not_taken_up_with_other_examples(reference, done, small, tmp
     text = (reference.folder / "qa.train.jsonl").read_text()
     (tmp_path / "qa.train.jsonl").write_text(text.partition("\n")[2])
     one_sentence(*quietly(train.main, command("finetune", tmp_path, done)[2:]),
-                 "qa.pt was made with --examples")
+                 "qa.pt was made with other --examples; give them again")
 
 def test_a_corpus_that_changes_between_stages_is_refused(reference, done, small, tmp_path):
     text = (reference.folder / "corpus.jsonl").read_text()

@@ -627,6 +627,13 @@ def test_only_known_settings_are_left_out_of_a_recipe_and_fine_tuning_reads_all(
     known = vars(train.Settings()).keys() | vars(train.Config()).keys()
     assert train.NOT_READ.keys() == train.STAGES.keys() and not train.NOT_READ["claims"] and train.NOT_READ["qa"] == {"cloze_weight"}
     assert train.NO_RESULT | set().union(*train.NOT_READ.values()) <= known
+    # lower_rate: pre-training reads it over a published BERT alone.
+    bert = dict(init="/bert", published={"config": {}, "vocab": 1, "weights": "a", "trained": False})
+    for more, reads in (({}, {"claims", "qa"}), (bert, train.STAGES.keys())):
+        saved = dict(train.NEW_RUN, text=1, **more)
+        recipes = [{kind: train.Run(trained, saved | {"set": {"lower_rate": rate}}).recipe(kind) for kind in train.STAGES}
+                   for rate in (.3, .4)]
+        assert {kind for kind in train.STAGES if recipes[0][kind] != recipes[1][kind]} == reads
 
 def test_other_weights_of_the_bert_are_another_run(tiny, small_world, tmp_path):
     bert = {"config": {}, "vocab": 1, "weights": "a", "trained": False}
@@ -843,7 +850,7 @@ def test_a_stage_starts_from_other_weights_where_told(trained, capsys):
 
     assert far(again, first) < 0.0015 < 0.003 < far(scratch, first)     # a step away; four and more
     loaded, word = train.read_run(trained).open(), "embeddings.word.weight"
-    began, other = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]} for seed in (None, loaded.seed + 1))
+    began, other = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]} for seed in (loaded.seed, loaded.seed + 1))
     assert far(other, scratch) < 0.02 < 0.1 < far(began, scratch)       # what the memory's encoder began with is no stranger
 
 def question_accuracy(out, path):

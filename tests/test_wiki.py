@@ -449,7 +449,8 @@ def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus,
     cwq = [{"ID": "x", "question": "q", "answers": answers, "sparql": ""}]
     examples = run(tmp_path, "complexwebquestions", cwq, corpus=corpus)
     assert [e["answers"] for e in examples] == [["United_States", "Paris"]]
-    assert data.answer_key("The The") == "the the" and data.answer_key("%") != data.answer_key("!!!")
+    assert data.answer_key("The The") == data.answer_key("The") == "the" and data.answer_key("%") != data.answer_key("!!!")
+    assert data.answer_key("the Vitamin A") == data.answer_key("Vitamin_A.") == "vitamin a" != data.answer_key("Vitamin")
     assert data.answer_key("Cafe\u0301") == data.answer_key("Café") != data.answer_key("Cafe")
     entity = [{"question": "q", "answers": ["United States of America"]}]
     assert run(tmp_path, "entityquestions", entity, corpus=corpus)[0]["answers"] == ["United_States"]
