@@ -14,7 +14,6 @@ be a numpy memory map; scores are float32. Gradients pass only through `dot` and
 
 The functions by which processes send each other data stand at the end. Without an initialised
 process group, each of them does the same for the one process."""
-from collections import Counter
 from itertools import pairwise
 
 import torch
@@ -222,8 +221,6 @@ class BucketedIndex:
 
 # ---- several processes
 
-bytes_sent = Counter()      # for the tests: purpose -> bytes to others (without backward passes)
-
 def rank_and_size():
     """(which process this is, how many there are): (0, 1) without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -253,7 +250,6 @@ def sum_gradients(parameters):
     if rank_and_size()[1] > 1 and grads:
         flat = torch.nn.utils.parameters_to_vector(grads)
         dist.all_reduce(flat)
-        bytes_sent["gradients"] += flat.nbytes
         torch.nn.utils.vector_to_parameters(flat, grads)
 
 def gather_counts(n, device):
@@ -283,19 +279,16 @@ def gather(x):
         return x
     counts = gather_counts(len(x), x.device)
     padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])    # to equal shapes
-    bytes_sent["gather"] += padded.nbytes * (len(counts) - 1)
     parts = AllGather.apply(padded)
     return torch.cat([part[:n] for part, n in zip(parts, counts)])
 
-def exchange(what, x, send, receive):
+def exchange(x, send, receive):
     """Sends the first send[0] rows of x to process 0, the next send[1] to process 1, …; returns the
     rows received in the order of their senders: receive[0] of process 0, …"""
-    rank, size = rank_and_size()
-    if size == 1:
+    if rank_and_size()[1] == 1:
         return x
     received = x.new_empty(sum(receive), *x.shape[1:])
     dist.all_to_all_single(received, x.contiguous(), receive, send)
-    bytes_sent[what] += x[:1].nbytes * (len(x) - send[rank])
     return received
 
 @torch.no_grad()
@@ -312,7 +305,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_local):
     if size > 1:
         counts = gather_counts(Q, device)
         ids[ids >= 0] += sum(gather_counts(n_local, device)[:rank])
-        found = (exchange("candidates", x, counts, [Q] * size) for x in (scores, ids))
+        found = (exchange(x, counts, [Q] * size) for x in (scores, ids))
         scores, ids = (x.view(size, Q, k_shard).transpose(0, 1).flatten(1) for x in found)
     return best_of(scores, ids, k)
 
@@ -327,10 +320,10 @@ def fetch(ids, tables):
     owner = torch.searchsorted(start, wanted, right=True) - 1
     counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who][from whom]
     ours, theirs = counts[rank], [row[rank] for row in counts]
-    asked = exchange("ids", wanted, ours, theirs) - start[rank]
+    asked = exchange(wanted, ours, theirs) - start[rank]
     filled = []
     for table in tables:
-        rows = exchange("rows", table[asked], theirs, ours)
+        rows = exchange(table[asked], theirs, ours)
         filled.append(rows.new_zeros(*ids.shape, *rows.shape[1:]))
         filled[-1][ids >= 0] = rows[inverse]
     return filled

@@ -615,7 +615,8 @@ def open_memory(run, tome, fingerprint, n_search=None):
 def masked_mentions(run, tome, memory, mentions, batch_size=64):
     """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
 
-    mentions: corpus numbers (data.eval_mentions). Returns, for each of GROUPS that can be, a dictionary:
+    mentions: corpus numbers (data.eval_mentions). Returns, for each of GROUPS that there can be, a
+    dictionary:
 
     accuracy        share of masked tokens filled in rightly
     entity          share of masked mentions whose entity eq. 10 names

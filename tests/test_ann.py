@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import ann  # noqa: E402
 from memory import MentionMemory  # noqa: E402
+from traffic import counted  # noqa: E402
 
 def small_integers(Q, N, d=16, n_passages=25, seed=0):
     """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
@@ -252,8 +253,9 @@ def one_of_many(rank, size, file):
     ids = ids.clone()
     ids[:, 5] = -1
     tables = [keys[a:b].half(), keys[a:b], key_passage[a:b]]
-    ann.bytes_sent.clear()
-    for rows, whole in zip(ann.fetch(ids, tables), (keys.half(), keys, key_passage)):
+    with counted() as sent:
+        fetched = ann.fetch(ids, tables)
+    for rows, whole in zip(fetched, (keys.half(), keys, key_passage)):
         expected = whole[ids.clamp(min=0)]
         expected[ids < 0] = 0
         assert rows.dtype == whole.dtype and torch.equal(rows, expected)
@@ -261,13 +263,13 @@ def one_of_many(rank, size, file):
         wanted = [None] * size
         dist.all_gather_object(wanted, ids[ids >= 0].unique().tolist())
         asked = sum(a <= i < b for process, w in enumerate(wanted) if process != rank for i in w)
-        assert ann.bytes_sent["rows"] == asked * (16 * 2 + 16 * 4 + 8)
-        assert ann.bytes_sent["ids"] == 8 * sum(not a <= i < b for i in wanted[rank])
+        assert sent["rows"] == asked * (16 * 2 + 16 * 4 + 8)
+        assert sent["ids"] == 8 * sum(not a <= i < b for i in wanted[rank])
         queries_of = [e - s for s, e in zip(QUERIES[size], QUERIES[size][1:])]
-        ann.bytes_sent.clear()
-        ann.sharded_topk(search, queries[mine], 20, 2, nobodys, b - a)
-        assert ann.bytes_sent["gather"] == max(queries_of) * (16 * 4 + 8) * (size - 1)
-        assert ann.bytes_sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
+        with counted() as sent:
+            ann.sharded_topk(search, queries[mine], 20, 2, nobodys, b - a)
+        assert sent["gather"] == max(queries_of) * (16 * 4 + 8) * (size - 1)
+        assert sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
 
     # gather: the whole batch's loss on every process, divided by their number, has the gradients of one process
     x = torch.linspace(-1, 1, 40 * 3).view(40, 3)

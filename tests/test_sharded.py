@@ -12,6 +12,7 @@ import data
 import memory as memory_file
 import train
 from memory import GivenMemory, MentionMemory, load_memory
+from traffic import counted
 
 TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16, "eval_mentions": 20, "memory_from": 0.0,
         "k_answer": 40, "k_answer_shard": 40,               # k_shard = k: the search is exact
@@ -51,14 +52,14 @@ def first_step(folder, kind, found):
     rank, size = ann.rank_and_size()
     _, _, stage = stage_of(folder, kind)
     batch = stage.next_batch(0).part(rank, size)
-    ann.bytes_sent.clear()
     found.clear()
     stage.model.train()
-    loss = sum(weight * share for weight, share in stage.losses(batch, 0).values())
-    loss.backward()
-    ann.sum_gradients(stage.model.parameters())
+    with counted() as sent:
+        loss = sum(weight * share for weight, share in stage.losses(batch, 0).values())
+        loss.backward()
+        ann.sum_gradients(stage.model.parameters())
     grads = {name: p.grad for name, p in stage.model.named_parameters() if p.grad is not None}
-    return {"sent": dict(ann.bytes_sent), "mentions": len(batch.row), "grads": grads,
+    return {"sent": dict(sent), "mentions": len(batch.row), "grads": grads,
             "loss": float(ann.sum_over_processes(loss))}
 
 

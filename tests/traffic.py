@@ -1,0 +1,39 @@
+"""What a process sends to others, counted at torch.distributed itself: for test_ann.py and test_sharded.py."""
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+@contextmanager
+def counted():
+    """Counts the bytes that this process sends meanwhile, by purpose: "gather", "candidates", "ids", "rows" and
+    "gradients" (where an all-reduce counts once). Numbers of rows, losses and backward passes are left out."""
+    sent, rank = Counter(), dist.get_rank() if dist.is_initialized() else 0
+    before = dist.all_gather, dist.all_to_all_single, dist.all_reduce
+
+    def all_gather(parts, x):
+        frame = sys._getframe(1)                                            # who asked AllGather?
+        while not frame.f_code.co_name.startswith("gather"):
+            frame = frame.f_back
+        if frame.f_code.co_name != "gather_counts":
+            sent["gather"] += x.nbytes * (len(parts) - 1)
+        return before[0](parts, x)
+
+    def all_to_all_single(received, x, receive=None, send=None):
+        if send is not None:                                                # not AllGather.backward
+            frame = sys._getframe(2)                                        # exchange's caller
+            what = "candidates" if frame.f_code.co_name != "fetch" else "rows" if "table" in frame.f_locals else "ids"
+            sent[what] += x[:1].nbytes * (sum(send) - send[rank])
+        return before[1](received, x, receive, send)
+
+    def all_reduce(x):
+        if sys._getframe(1).f_code.co_name == "sum_gradients":
+            sent["gradients"] += x.nbytes
+        return before[2](x)
+
+    dist.all_gather, dist.all_to_all_single, dist.all_reduce = all_gather, all_to_all_single, all_reduce
+    try:
+        yield sent
+    finally:
+        dist.all_gather, dist.all_to_all_single, dist.all_reduce = before
