@@ -68,8 +68,9 @@ class BatchMemory:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
-    each entity, trained with the model in place of the mention memory. Of an entity that training
-    never names it only learns that it is never the answer. Row 0: no entity."""
+    each entity, trained with the model in place of the mention memory. (There one vector is both;
+    here that learnt less.) Of an entity that training never names it only learns that it is never
+    the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
