@@ -292,19 +292,20 @@ def exchange(x, send, receive):
     return received
 
 @torch.no_grad()
-def sharded_topk(search, queries, k, k_shard, query_passage, n_local):
+def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     """For each query of this process, the k best of every shard's k_shard best (app. C.1).
-    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's n_local keys.
-    queries (Q, d), query_passage (Q,); Q may differ between processes. Returns scores, ids (Q, k);
-    ids number the rows of all shards one after the other. Exact if k_shard = k; with less, what a
-    shard has beyond is lost. k = k_shard × processes keeps all: no further top-k (app. C.1.4)."""
+    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
+    queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: how many keys each
+    process has. Returns scores, ids (Q, k); ids number the rows of all shards one after the other.
+    Exact if k_shard = k; with less, what a shard has beyond is lost. k = k_shard × processes keeps
+    all: no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
     scores, ids = map(torch.cat, zip(*found))                          # (queries of all, k_shard)
     if size > 1:
         counts = gather_counts(Q, device)
-        ids[ids >= 0] += sum(gather_counts(n_local, device)[:rank])
+        ids[ids >= 0] += sum(n_rows[:rank])
         found = (exchange(x, counts, [Q] * size) for x in (scores, ids))
         scores, ids = (x.view(size, Q, k_shard).transpose(0, 1).flatten(1) for x in found)
     return best_of(scores, ids, k)

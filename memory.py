@@ -116,7 +116,7 @@ class MentionMemory:
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
         _, ids = ann.sharded_topk(self.search, query.detach().float(), k, k_shard, passage,
-                                  len(self))                                    # (M, K)
+                                  n_rows)                                       # (M, K)
         keys, entity = ann.fetch(ids, [self.keys, self.entity])                # (M, K, d_K), (M, K)
         scores = ann.dot(query[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
         return Retrieved(scores, ids, entity)

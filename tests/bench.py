@@ -265,7 +265,7 @@ def cost(args):
 
     def search(function):       # sharded_topk, since it takes some queries at a time; k 2 and 32 as in app. C.1.4
         for k in (2, 32):
-            ann.sharded_topk(function, queries, k, k, torch.full((len(queries),), -1, device=queries.device), len(keys))
+            ann.sharded_topk(function, queries, k, k, torch.full((len(queries),), -1, device=queries.device), [len(keys)])
 
     seconds, _ = race(1, exact=lambda: search(lambda q, k, passage: ann.exact_topk(q, keys, k)),
                       bucketed=lambda: search(lambda q, k, passage: index.search(q, k, n_search)))

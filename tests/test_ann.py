@@ -223,25 +223,25 @@ def one_of_many(rank, size, file):
     assert ann.rank_and_size() == (rank, size)
     queries, keys, query_passage, key_passage = small_integers(40, 500)
     a, b = SHARDS[size][rank:rank + 2]
-    mine = slice(*QUERIES[size][rank:rank + 2])
+    mine, n_rows = slice(*QUERIES[size][rank:rank + 2]), np.diff(SHARDS[size]).tolist()
 
     def search(queries, k, passage):
         return ann.exact_topk(queries, keys[a:b], k, passage, key_passage[a:b])
 
     nobodys = torch.full((len(queries[mine]),), -1)
     # k_shard = k: what one process finds in the whole memory
-    scores, ids = ann.sharded_topk(search, queries[mine], 20, 20, query_passage[mine], b - a)
+    scores, ids = ann.sharded_topk(search, queries[mine], 20, 20, query_passage[mine], n_rows)
     check((scores, ids), brute_force(queries[mine], keys, 20, query_passage[mine], key_passage))
-    check(ann.sharded_topk(search, queries[mine], 20, 20, nobodys, b - a), brute_force(queries[mine], keys, 20))
+    check(ann.sharded_topk(search, queries[mine], 20, 20, nobodys, n_rows), brute_force(queries[mine], keys, 20))
     # k_shard < k: the best of the shards' best; without a second top-k all of them
     parts = [brute_force(queries[mine], keys[s:e], 3) for s, e in zip(SHARDS[size], SHARDS[size][1:])]
     parts_ids = np.concatenate([np.where(i < 0, i, i + s) for (_, i), s in zip(parts, SHARDS[size])], 1)
     parts_scores = np.concatenate([s for s, _ in parts], 1)
     order = np.argsort(-parts_scores, axis=1, kind="stable")
     expected = np.take_along_axis(parts_scores, order, 1), np.take_along_axis(parts_ids, order, 1)
-    found = ann.sharded_topk(search, queries[mine], 3 * size, 3, nobodys, b - a)
+    found = ann.sharded_topk(search, queries[mine], 3 * size, 3, nobodys, n_rows)
     check(found, expected)
-    found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, nobodys, b - a)
+    found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, nobodys, n_rows)
     assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
 
     # a memory's k_shard: so many that k come together, also where a process has few rows or none
@@ -267,7 +267,7 @@ def one_of_many(rank, size, file):
         assert sent["ids"] == 8 * sum(not a <= i < b for i in wanted[rank])
         queries_of = [e - s for s, e in zip(QUERIES[size], QUERIES[size][1:])]
         with counted() as sent:
-            ann.sharded_topk(search, queries[mine], 20, 2, nobodys, b - a)
+            ann.sharded_topk(search, queries[mine], 20, 2, nobodys, n_rows)
         assert sent["gather"] == max(queries_of) * (16 * 4 + 8) * (size - 1)
         assert sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
 
@@ -299,9 +299,9 @@ def test_without_a_process_group_everything_is_local(monkeypatch):
 
     def search(queries, k, passage):
         return ann.exact_topk(queries, keys, k, passage, key_passage)
-    scores, ids = ann.sharded_topk(search, queries, 6, 6, query_passage, 200)
+    scores, ids = ann.sharded_topk(search, queries, 6, 6, query_passage, [200])
     check((scores, ids), brute_force(queries, keys, 6, query_passage, key_passage))
-    scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage, 200)
+    scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage, [200])
     assert (ids[:, 2:] == -1).all()
     rows, = ann.fetch(ids, [keys])
     assert torch.equal(rows[:, :2], keys[ids[:, :2]]) and (rows[:, 2:] == 0).all()
