@@ -10,7 +10,7 @@
 All searches return scores by falling value, and equal scores by rising id. They leave out the keys
 of the query's own passage (passage -1 is nobody's) and every score that is not a finite number.
 Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 or bfloat16, and may
-be a numpy memory map; scores are float32. Gradients pass only through `dot` and `gather`.
+be a numpy memory map; scores are float32. The fast searches and `fetch` have no gradient.
 
 The functions by which processes send each other data stand at the end. Without an initialised
 process group, each of them does the same for the one process."""
@@ -113,7 +113,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         return best
     # The first tile is larger: its scores set the bar that the later tiles have to exceed.
     first = min(32 * TILE // Q, max(8192, N // 16), N)
-    later = min(first, max(512, TILE // Q // 512 * 512))         # other widths make amax slow
+    # The sizes are measured: amax over blocks is slow where a tile's width is no multiple of 512.
+    later = min(first, max(512, TILE // Q // 512 * 512))
     # Some of the best may be of the query's own passage, which keep_best takes out.
     n = k if query_passage is None else k + largest(key_passage[:first])
     tile, bar, found = torch.empty(Q * first, device=queries.device), None, []
@@ -180,7 +181,9 @@ class BucketedIndex:
         self.centroids = F.normalize(kmeans(sample, sample[:n_clusters])[0])     # (C, d)
         # To centroids of one length, the nearest is the one of largest dot product.
         bucket = nearest(keys, self.centroids)[1]
-        self.count = torch.bincount(bucket, minlength=len(self.centroids))               # (C,)
+        # Of equal centroids, where many keys are equal, all but the first stay empty: left out.
+        used, bucket = bucket.unique(return_inverse=True)
+        self.centroids, self.count = self.centroids[used], torch.bincount(bucket)  # (C, d), (C,)
         self.start = self.count.cumsum(0) - self.count
         self.id = bucket.argsort(stable=True)                   # (N,) bucket after bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]

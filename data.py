@@ -83,9 +83,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     positions (with markers, [CLS] and [SEP]).
 
     A passage ends as late as these two allow, and never inside a mention. A mention covers every
-    token that it touches. Mentions never overlap: of two that share a token, the one that starts
-    first is kept, of two that start together the longer one. Else masking one would hide a part of
-    the other.
+    token that it touches. Mentions never overlap: of two that share a token, the one whose tokens
+    start first is kept, of two that start together the longer one. Else masking one would hide a
+    part of the other.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons for which mentions were left out, added to."""
@@ -124,9 +124,20 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches and masking
 
-# `corpus` below is a Corpus: flat arrays of all passages and their mentions, listed in its
-# docstring (below "Set apart"). Its `maskable` says of each token id whether it may be masked;
-# `words` are the ids that may stand for a masked one.
+# `corpus` below, and in other files, is a Corpus, a tokenised corpus of P passages and M mentions:
+#
+#   tokens (total,)             all passages one after the other, [CLS] … [SEP], with markers
+#   passage_start, mention_first (P+1,)     where each passage's tokens and mentions start
+#   mention_entity (M,)         index into entity_names; 0 = not linked
+#   mention_char (M, 2)         character offsets in the text
+#   article, held_out (P,)      index into titles; kept out of training
+#   text (bytes,), text_at (P, 2)       all texts in UTF-8; from where to where a passage's stands
+#   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
+#   entity_count (E,)           linked mentions of each entity in passages that are not held out
+#   tokenizer, special, vocab_size      the tokenizer; its ids of the special tokens; its size
+#   maskable (vocab_size,), words   which tokens may be masked; those that may stand for them
+#   meta                        counts, what was dropped, the recipe
+#
 # The fields of a Batch with one entry per row, and those with one per mention:
 ROWS = ("tokens", "unmasked", "attention_mask", "is_target", "label")
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
@@ -158,7 +169,7 @@ class Batch:
         ours = self.row % size == rank                              # (M,)
         part = {name: getattr(self, name)[ours] for name in MENTIONS}
         part["row"] = part["row"] // size
-        part |= {name: getattr(self, name)[rank::size].contiguous() for name in ROWS}
+        part |= {name: getattr(self, name)[rank::size] for name in ROWS}
         return Batch(**part)
 
 def collate(passages, special) -> Batch:
@@ -313,63 +324,6 @@ class Example(NamedTuple):
     label: int | None           # claims: index into CLAIM_LABELS; None: a cloze, or not known
     answers: list               # entity names, any of which is right; [] of a claim
     info: dict                  # the whole record, with its other fields: subject, bridge, …
-
-# Chinese and Japanese put no spaces between words, so that each of their characters is a word.
-_CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-# Accents and vowel signs that are characters of their own belong to the letter before them.
-_MARK = "".join(c for c in map(chr, range(0x300, 0x1e944)) if unicodedata.category(c)[0] == "M")
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+(?:[{_MARK}]+[^\W{_CJK}]*)*|[^\w\s]")
-
-def name_index(names) -> dict:
-    """A tree of these names by their words, in which "" stands at a name's end:
-    {"port": {"ellin": {"": "Port_Ellin"}}}. Of names that read alike the first one counts. "_" is a
-    space, and a bracket at the end, as in "Mercury_(planet)", is not part of a name."""
-    index = {}
-    for name in names:
-        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")))
-        if any(word[0].isalnum() for word in words):
-            node = index
-            for word in words:
-                node = node.setdefault(word.lower(), {})
-            node.setdefault("", name)
-    return index
-
-def find_mentions(text, index) -> list:
-    """Mentions of a name_index's names in a text: at each word the longest, whatever the case."""
-    words = list(_WORD.finditer(text.replace("_", " ")))
-    mentions, i = [], 0
-    while i < len(words):
-        node, stop = index, i       # stop: the word after the longest name found
-        for n in range(i, len(words)):
-            node = node.get(words[n].group().lower())
-            if node is None:
-                break
-            if "" in node:
-                name, stop = node[""], n + 1
-        if stop > i:
-            mentions.append(Mention(words[i].start(), words[stop - 1].end(), name))
-        i = max(stop, i + 1)
-    return mentions
-
-def mention_finder(names):
-    """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
-    noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
-    tree = name_index(names)
-    try:
-        import spacy
-        pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
-    except Exception:               # parts of spaCy that do not fit raise anything
-        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
-
-    def noun_chunks(text):
-        """A chunk that holds an entity's name is linked to that entity."""
-        mentions = []
-        for chunk in pipeline(text).noun_chunks:
-            start, end = chunk.start_char, chunk.end_char
-            named = find_mentions(text[start:end], tree)
-            mentions.append(Mention(start, end, named[-1].entity if named else None))
-        return mentions
-    return "spaCy's noun chunks", noun_chunks
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """The Passage of each example: what of its text fits in max_length positions, and of its
@@ -737,6 +691,66 @@ def read_examples(path, task) -> list:
         raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
     return examples
 
+# ---------------------------------------------------------------- mentions of texts without them
+
+# Chinese and Japanese put no spaces between words, so that each of their characters is a word.
+_CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+# Accents and vowel signs that are characters of their own belong to the letter before them.
+_MARK = "".join(c for c in map(chr, range(0x300, 0x1e944)) if unicodedata.category(c)[0] == "M")
+_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+(?:[{_MARK}]+[^\W{_CJK}]*)*|[^\w\s]")
+
+def name_index(names) -> dict:
+    """A tree of these names by their words, in which "" stands at a name's end:
+    {"port": {"ellin": {"": "Port_Ellin"}}}. "_" is a space, and a bracket at the end, as in
+    "Mercury_(planet)", is not part of a name. Of names that read alike the first one counts, of
+    those without a bracket if there are any."""
+    index = {}
+    for name in sorted(names, key=lambda name: name.endswith(")")):
+        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")))
+        if any(word[0].isalnum() for word in words):
+            node = index
+            for word in words:
+                node = node.setdefault(word.lower(), {})
+            node.setdefault("", name)
+    return index
+
+def find_mentions(text, index) -> list:
+    """Mentions of a name_index's names in a text: at each word the longest, whatever the case."""
+    words = list(_WORD.finditer(text.replace("_", " ")))
+    mentions, i = [], 0
+    while i < len(words):
+        node, stop = index, i       # stop: the word after the longest name found
+        for n in range(i, len(words)):
+            node = node.get(words[n].group().lower())
+            if node is None:
+                break
+            if "" in node:
+                name, stop = node[""], n + 1
+        if stop > i:
+            mentions.append(Mention(words[i].start(), words[stop - 1].end(), name))
+        i = max(stop, i + 1)
+    return mentions
+
+def mention_finder(names):
+    """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
+    noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
+    tree = name_index(names)
+    try:
+        import spacy
+        pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
+    except Exception:               # parts of spaCy that do not fit raise anything
+        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
+
+    def noun_chunks(text):
+        """A chunk that holds an entity's name is linked to that entity."""
+        mentions = []
+        for chunk in pipeline(text).noun_chunks:
+            start, end = chunk.start_char, chunk.end_char
+            named = find_mentions(text[start:end], tree)
+            mentions.append(Mention(start, end, named[-1].entity if named else None))
+        return mentions
+    return "spaCy's noun chunks", noun_chunks
+
 # ---------------------------------------------------------------- files: written whole
 
 def write_file(path, write):
@@ -907,19 +921,7 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
 # ---------------------------------------------------------------- a tokenised corpus
 
 class Corpus:
-    """A tokenised corpus of P passages and M mentions: flat arrays on disk, memory-mapped.
-
-    tokens (total,)               all passages one after the other, [CLS] … [SEP], with markers
-    passage_start, mention_first (P+1,)     where each passage's tokens and mentions start
-    mention_entity (M,)           index into entity_names; 0 = not linked
-    mention_char (M, 2)           character offsets in the text
-    article, held_out (P,)        index into titles; kept out of training
-    text (bytes,), text_at (P, 2) all texts in UTF-8; from where to where a passage's stands
-    entity_index, article_index   {name: number} of entity_names, {title: number} of titles
-    entity_count (E,)             linked mentions of each entity in passages that are not held out
-    tokenizer, special, vocab_size    the tokenizer; its ids of the special tokens; its size
-    maskable (vocab_size,), words     which tokens may be masked; those that may stand for them
-    meta                          counts, what was dropped, the recipe"""
+    """A tokenised corpus; its fields are listed above Batch. Arrays lie on disk, memory-mapped."""
     ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
               "article": np.int32, "held_out": np.bool_, "text": np.uint8, "text_at": np.int64}
 

@@ -19,7 +19,8 @@ from torch import nn
 
 @dataclass
 class Config:
-    """The model's sizes and variants; the defaults are the paper's (§4.1, app. A, app. C.1.4)."""
+    """The model's sizes and variants; the defaults are the paper's, where it gives
+    them (§4.1, app. A, app. C.1.4)."""
     vocab_size: int = 30522
     hidden: int = 768
     n_heads: int = 12

@@ -34,9 +34,9 @@ ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
     """What M mentions found: K memories each, best first if they were searched for. Where a search
-    finds fewer, scores are -inf, ids -1 and entity 0. Of attend_to_all (K = N, not sorted) an
-    excluded memory has score -inf, but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient (of given ones without)
+    finds fewer, scores are -inf, ids -1 and entity 0. attend_to_all returns all N, not sorted; an
+    excluded one has score -inf, but keeps its id and entity."""
+    scores: torch.Tensor            # (M, K) query · key, with gradient, but GivenMemory's without
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -92,7 +92,8 @@ class MentionMemory:
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # n_search: of 4 sqrt(N) buckets (app. C.1.2), which the first search makes; None: exact.
+        # n_search: in how many buckets (app. C.1.2) a query searches; None: exactly. The first
+        # search makes them, 4 sqrt(N) (our choice).
         self.n_search = self.index = None
 
     def __len__(self):
@@ -111,7 +112,7 @@ class MentionMemory:
         """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
         with gradient. Each process offers its k_shard best keys, and the k best of these are kept
         (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes, or rows, each offers so
-        many that k come together."""
+        many that k rows come together, if none is of the query's own passage."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
@@ -159,7 +160,7 @@ class MentionMemory:
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
-class GivenMemory(MentionMemory):
+class GivenMemory:
     """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
     of its own entity: N_GIVEN draws with replacement, of which those of its own passage are
     dropped. So a model learns to read what it retrieves before it retrieves well. Queries learn
@@ -167,27 +168,29 @@ class GivenMemory(MentionMemory):
     given nothing. If others_search is true, mentions with 0 search the memory instead, and `found`
     keeps what a search would find for every mention."""
     def __init__(self, memory, n_entities):
-        vars(self).update(vars(memory))
-        self.memory, self.others_search = memory, False
-        entity = ann.gather(self.entity)
+        self.memory, self.values, self.others_search = memory, memory.values, False
+        entity = ann.gather(memory.entity)
         self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
         self.first = self.count.cumsum(0) - self.count
         # Rows of all processes, entity after entity. One place more: `first` of the last entities
         # points behind all rows if they have none.
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
+    attend = MentionMemory.attend       # over what `retrieve` returns
+
     def retrieve(self, query, passage, k, k_shard):
         """As MentionMemory's: N_GIVEN memories, and behind them the k of those that search."""
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
-        keys, entity, key_passage = ann.fetch(ids, [self.keys, self.entity, self.passage])
+        memory = self.memory
+        keys, entity, key_passage = ann.fetch(ids, [memory.keys, memory.entity, memory.passage])
         ids = ids.masked_fill(key_passage == passage[:, None], -1)
         scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
         given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
         if not self.others_search:
             return given
-        self.found = found = self.memory.retrieve(query, passage, k, k_shard)
+        self.found = found = memory.retrieve(query, passage, k, k_shard)
         is_given = self.wanted[:, None] > 0         # a mention has one of the two at most
         return Retrieved(*(torch.cat([mine, its.masked_fill(is_given, none)], 1)
                            for mine, its, none in zip(given[:3], found[:3], (-torch.inf, -1, 0))))

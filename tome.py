@@ -196,11 +196,12 @@ def claim_logits(tome, H, batch):
     total = h.new_zeros(B, h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
-def retrieve_answer(tome, H, batch, memory, at):
-    """What the n mentions `at` (numbers, a mask or a slice) retrieve with z of eq. 10 as query:
-    Retrieved of (n, K); weights and value are not used."""
-    z = tome.answer(H, batch.row[at], batch.start[at], batch.end[at])
-    return memory.retrieve(z, batch.passage[at], tome.config.k_answer, tome.config.k_answer_shard)
+def retrieve_answer(tome, H, batch, memory, asked):
+    """What the n mentions of the mask `asked` (M,) retrieve with z of eq. 10 as query: Retrieved of
+    (n, K); weights and value are not used."""
+    z = tome.answer(H, batch.row[asked], batch.start[asked], batch.end[asked])
+    k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
+    return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
 # The model learns to use the memory only once retrieval finds something useful (app. B.6). So in
@@ -255,8 +256,8 @@ def fit_retrieval(model, batches, self_score=20.0):
     key.bias.copy_(-W @ mean)
     keys = (of_keys - mean) @ W.T                                               # (m, d_K)
     _, which, count = entity.unique(return_inverse=True, return_counts=True)
-    total = torch.zeros_like(keys).index_add(0, which, keys)[which]
-    wanted = total / count[which, None]                                         # (m, d_K)
+    total = keys.new_zeros(len(count), keys.shape[1]).index_add(0, which, keys)
+    wanted = (total / count[:, None])[which]                                    # (m, d_K)
     fit_linear(tome.blocks[0].memory_attention.query.linear, of_queries, wanted, self_score)
     fit_linear(tome.answer.linear, of_answers, wanted, self_score)
 

@@ -92,7 +92,7 @@ class Settings:
     beta2: float = 0.999
     weight_decay: float = 0.01
     clip: float = 1.0
-    # From here on not in the paper, except `schedule` (but for the steps of claims and qa).
+    # From here on what the paper lacks, and `schedule` (with steps of our own for claims and qa).
     memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
                                     # memory is switched on; 0: it is on at once, nothing is fitted
     fit_passages: int = 4000        # passages that fit_retrieval reads
@@ -304,9 +304,10 @@ def tome_stage(run, recipe, start=None):
         """A mention never retrieves from its own passage: its memory there was made of the unmasked
         text and would give the answer away.
 
-        Teacher forcing: while all linked mentions are given memories, the layers below stand
-        still. Later a share of them are, or reading is unlearnt again: attention rarely finds the
-        entity (on real text a tenth of a masked mention's)."""
+        Teacher forcing: while all linked mentions are given memories, the layers below stand still
+        (but for the word embeddings, which are the MLM head's, too). Later a share of them are, or
+        reading is unlearnt again: attention rarely finds the entity (on real text a tenth of a
+        masked mention's)."""
         all_given = step < forcing * recipe["steps"]
         given_share = 1.0 if all_given else still_given
         named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
@@ -322,8 +323,9 @@ def tome_stage(run, recipe, start=None):
         mlm = mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         if all_given:
             return {"mlm": (1.0, mlm)}
-        found = retrieve_answer(model, H, batch, training_memory, slice(None))
-        entity = entity_prediction_loss(found.scores, found.entity, asked_for)
+        asked = asked_for > 0
+        found = retrieve_answer(model, H, batch, training_memory, asked)
+        entity = entity_prediction_loss(found.scores, found.entity, asked_for[asked])
         result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
         # The same for the queries of the last memory layer. (The paper does not speak of it; its
         # code has such a loss, "el_im_weight".) TOME-1's query is made before anything is read:
@@ -440,7 +442,7 @@ def train_step(run, stage, recipe, optimizer, step):
     loss.backward()
     ann.sum_gradients(stage.model.parameters())
     norm = torch.nn.utils.clip_grad_norm_(stage.model.parameters(), run.settings.clip)
-    values = {name: float(ann.sum_over_processes(share.detach(), run.device))
+    values = {name: float(ann.sum_over_processes(share, run.device))
               for name, (_, share) in losses.items()}
     if not np.isfinite([*values.values(), norm.item()]).all():
         passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
@@ -609,7 +611,8 @@ def open_memory(run, tome, fingerprint, n_search=None):
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
 # ---- What is measured while training: does the memory tell what the passage does not? ------------
-# Every process reads the same whole batch: the search of the memory is shared, the rest is small.
+# Every process reads the same whole batch, and searches its own shards for it: several are no
+# faster here than one.
 
 @torch.no_grad()
 def masked_mentions(run, tome, memory, mentions, batch_size=64):

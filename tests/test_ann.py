@@ -195,6 +195,13 @@ def test_a_few_buckets_hold_exactly_their_keys():
             expected_ids = [inside[i] if i >= 0 else -1 for i in expected[1][0]]
             assert ids[q].tolist() == expected_ids and np.array_equal(scores[q].numpy(), expected[0][0])
 
+def test_where_many_keys_are_equal_no_bucket_that_is_searched_is_empty():
+    keys = torch.eye(3).repeat_interleave(8, 0)
+    index = ann.BucketedIndex(keys, 10)             # of 24 keys only 3 differ
+    for query in range(3):
+        ids = index.search(keys[8 * query:8 * query + 1], 8, 1)[1]
+        assert ids[0].tolist() == list(range(8 * query, 8 * query + 8))
+
 def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     generator = torch.Generator().manual_seed(0)
     entity = torch.randn(200, 32, generator=generator)

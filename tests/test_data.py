@@ -875,6 +875,8 @@ def test_names_are_found_by_longest_match_on_whole_words():
     assert [(text[m.start:m.end], m.entity) for m in found] == [
         ("new york city", "New_York_City"), ("York", "York"), ("st. john's", "St._John's"),
         ("Mercury", "Mercury_(planet)"), ("ÎLE DE FRANCE", "Île_de_France")]
+    both = data.name_index(["Mercury_(planet)", "Mercury", "mercury"])
+    assert [m.entity for m in data.find_mentions("on Mercury", both)] == ["Mercury"]       # no bracket: first
     for text, name, is_there in (("İzmir, 4", "İzmir", True), ("to Ob_1", "Ob_1", True), ("राम", "राम", True),
                                  ("a Cafe\u0301", "Cafe\u0301", True), ("Cafe\u0301s", "Cafe", False),
                                  ("रामायण", "राम", False)):
