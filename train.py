@@ -1128,14 +1128,18 @@ def flags_of_stage(run, args):
         if args.start == "scratch" and run.has_batch_tome:
             raise UserError("--start scratch: the weights of --init are trained; leave --start out")
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-        if zipfile.is_zipfile(args.start):                              # only for their errors
-            read_checkpoint(args.start, "give another --start")
+        hidden = run.config.hidden                                  # the rest start_from compares
+        if zipfile.is_zipfile(args.start):
+            hidden = read_checkpoint(args.start, "give another --start")["recipe"]["hidden"]
         elif args.start != "scratch":
-            read_published(args.start, run.config)
+            hidden = read_published(args.start, run.config)[0].hidden
+        if hidden != run.config.hidden:
+            raise UserError(f"--start {args.start}: its hidden is {hidden}, not "
+                            f"{run.config.hidden}; give another")
     if args.examples is not None:
         files = [args.examples, *dev_files(args.examples)]
         for file in files:
-            examples = labelled_examples(file, args.task)               # likewise
+            examples = labelled_examples(file, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
                 raise UserError(f"{file}: its claims have one label; give some of another, too")
         flags["examples"] = [checksum(file) for file in files]
@@ -1430,8 +1434,11 @@ def train(args):
 def report(args):
     """eval.py's report, as a command of its own. Returns the exit status. Several processes only
     name the command: a memory that fills them all may be too much for one."""
-    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}"
-             for name in ("out", "task", "device", "n_search") if getattr(args, name)]
+    flags = [f"--{name}={getattr(args, name)}" for name in ("out", "task", "device")
+             if getattr(args, name)]
+    flags_of_run = read_run(args.out).saved["stages"].get(args.task or args.stage, {})
+    if "n_search" in flags_of_run:      # perhaps of an earlier command
+        flags.append(f"--n-search={flags_of_run['n_search']}")
     if ann.rank_and_size()[1] > 1:
         say(f"Done; python eval.py {' '.join(flags)} shows what was learnt.")
         return 0

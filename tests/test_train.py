@@ -1,4 +1,5 @@
 """Stages, files, going on, several processes.   python -m pytest tests/test_train.py"""
+import argparse
 import json
 import os
 import shutil
@@ -821,6 +822,21 @@ def test_a_start_that_holds_no_tome_of_these_dimensions_is_refused(trained, caps
         assert run("--stage", "tome", "--out", trained, "--start", trained / start) == 1
         assert f"--start {trained / start}: no TOME" in capsys.readouterr().err
     assert not (trained / "tome.pt").exists()
+
+def test_a_start_of_another_width_is_refused_before_anything_is_trained(trained, tmp_path, capsys):
+    hidden = 2 * train.read_run(trained).config.hidden
+    assert run("--stage", "tome", "--out", tmp_path / "wide", "--set", f"hidden={hidden}",
+               "--start", trained / "tome.pt") == 1
+    assert f"its hidden is {hidden // 2}, not {hidden}" in capsys.readouterr().err
+    assert not (tmp_path / "wide").exists()
+
+def test_the_report_searches_in_as_many_buckets_as_the_stage_did(trained, monkeypatch):
+    saved = train.read_run(trained).saved
+    data.write_json(trained / "run.json", saved | {"stages": {"tome": {"n_search": 3}}})
+    words = []
+    monkeypatch.setattr(train.subprocess, "run", lambda line: words.extend(line) or argparse.Namespace(returncode=0))
+    assert train.report(train.parse_arguments(["--stage", "tome", "--out", str(trained)])) == 0
+    assert "--n-search=3" in words
 
 def test_weights_to_start_from_are_named_again_where_their_stage_is_trained_anew(trained, capsys):
     (trained / "tome.pt").rename(trained / "other.pt")
