@@ -53,7 +53,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 23             # version of the files in a run folder; others are refused
+FORMAT = 24             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -636,7 +636,9 @@ def read_records(path, make, errors=None):
         except (ValueError, RecursionError) as error:
             reason = error
             if type(error) is not ValueError:           # but one of those that json raises
-                reason = f"not JSON ({error}); write one object a line in UTF-8, plain or gzipped"
+                is_text = not isinstance(error, UnicodeEncodeError)
+                what = "not JSON" if is_text else "not UTF-8, or half of a surrogate pair"
+                reason = f"{what} ({error}); write one object a line in UTF-8, plain or gzipped"
             if errors is None:
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
@@ -710,7 +712,7 @@ def name_index(names) -> dict:
         if any(word[0].isalnum() for word in words):
             node = index
             for word in words:
-                node = node.setdefault(word.lower(), {})
+                node = node.setdefault(unicodedata.normalize("NFC", word).lower(), {})
             node.setdefault("", name)
     return index
 
@@ -721,7 +723,7 @@ def find_mentions(text, index) -> list:
     while i < len(words):
         node, stop = index, i       # stop: the word after the longest name found
         for n in range(i, len(words)):
-            node = node.get(words[n].group().lower())
+            node = node.get(unicodedata.normalize("NFC", words[n].group()).lower())
             if node is None:
                 break
             if "" in node:
@@ -1039,7 +1041,8 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
                               held_out=[held_out], text_at=[text_from, files["text"].tell()])
                 for name, values in arrays.items():
                     files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
-    if not counts["linked"]:
+    n_linked = old.meta["counts"]["linked"] if old is not None else 0
+    if counts["linked"] == n_linked and not counts["texts_already_there"]:
         raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
     counts["articles"], counts["entities"] = len(titles), len(entities) - 1
     Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
@@ -1353,6 +1356,8 @@ def check(path, preset="toy"):
     counts |= {f"mentions dropped, {why}": n for why, n in corpus.meta["dropped"].items()}
     for what, n in counts.items():
         print(f"{what.replace('_', ' '):<42}{n:>12,}")
+    if not corpus.entity_count.any():
+        print("Nothing can be trained on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
               'names too; mark more texts with "split": "held_out".')

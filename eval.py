@@ -155,12 +155,13 @@ def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
             scores[passage[of_token]] += terms[of_token] * count
         scores[own] = 0
         votes = np.zeros(len(corpus.entity_names))
-        for p in np.argsort(-scores, kind="stable")[:k]:
+        # Rounded: what is equal stays so, whatever order a machine adds in.
+        for p in np.argsort(-scores.round(9), kind="stable")[:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
         rivals = np.delete(votes, [0, *right, *visible])
         most = votes[right].max(initial=0)
-        ranks.append(1 + np.count_nonzero(rivals >= most) if most > 0 else np.inf)
+        ranks.append(1 + np.count_nonzero(rivals > most - 1e-9) if most > 0 else np.inf)
     return np.array(ranks)
 
 # ---- What mentions retrieve (tables 3, 4, 12) ----------------------------------------------------
@@ -269,10 +270,15 @@ def main(argv=None):
             items = [example_of(run, args.show)]
         elif args.show:
             items = train.sample_eval_mentions(run, int(args.show))
+            if not len(items):
+                raise data.UserError(f"{args.out}: no held-out passage names an entity that "
+                                     "another one names too; give --show a text")
         elif not task:
             figures, pairs = masked_mention_figures(run, tome, memory)
-        elif args.examples or args.json or run.saved["corpus"] is None:
+        elif args.examples or run.saved["corpus"] is None:
             figures[task] = task_figures(run, tome, memory, task, args.examples)
+        elif args.json:
+            raise data.UserError(f"no figures: give --task {task} --examples FILE")
         else:                   # no error: training ends with this report
             train.say(f"No figures: give eval.py --task {task} --examples FILE")
         if args.json:
@@ -280,7 +286,7 @@ def main(argv=None):
         else:
             train.say_figures(figures)
         if pairs and not args.json:
-            if args.memory_fraction == 1:           # else a sample would be sampled again
+            if args.memory_fraction == 1 and len(pairs[0]):     # else it would be sampled twice
                 say_by_size(run, tome, memory)
             show_where_it_helps(run, *pairs)
             items = train.sample_eval_mentions(run, 3)

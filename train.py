@@ -193,11 +193,11 @@ def training_passages(run):
     passages = run.corpus.passage_of(np.flatnonzero(run.corpus.mention_entity))
     passages = np.unique(passages[~run.corpus.held_out[passages]])
     if not len(passages):
-        raise UserError(f"{run.corpus.folder}: no passage with a linked mention to train on: all "
-                        "are held out, or nothing is linked")
+        raise UserError(f"{run.saved['corpus']}: all passages with a linked mention are held out, "
+                        "none is left to train on; add texts with \"split\": \"train\"")
     if len(passages) < ann.rank_and_size()[1]:
-        raise UserError(f"{run.corpus.folder}: fewer passages to train on than processes; start "
-                        f"at most {len(passages)}")
+        raise UserError(f"there are fewer passages to train on than processes; start at most "
+                        f"{len(passages)}")
     return passages
 
 def batch_tome_stage(run, recipe):
@@ -803,7 +803,8 @@ def read_task_examples(run, task, path):
         say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of "
             "the corpus; the others are left out.")
     if not examples:
-        raise UserError(f"{path}: no example to train on is left; give more of them")
+        raise UserError(f"{path}: no example to train on is left: of some a tenth is for dev, and "
+                        "answers have to be entities of the corpus; give more of them")
     return examples, dev
 
 # ---- The run folder ------------------------------------------------------------------------------
@@ -911,6 +912,8 @@ def compare(path, made, wanted):
             if name in SETTABLE:
                 flag = f"--set {name}="
             how = f"with {flag}{made.get(name)}, not {wanted.get(name)}; give the first again,"
+            if made.get(name) is None:
+                how = f"without {flag.strip()}; leave it out,"
             if name == "examples":                      # known by their checksums only
                 how = "with other --examples; give them again,"
             if name in ("corpus", "batch-tome", "tome", "published", "appended"):
@@ -1008,10 +1011,8 @@ class Run:
                              "max_length": settings.max_length}
         if kind == "memory":
             recipe["memory_dtype"] = settings.memory_dtype
-        else:                       # batch-tome and tome never read what was appended
+        else:                       # what was appended is never trained on
             run = Run(self.out, self.saved | {"appended": []})
-            if kind in ("claims", "qa"):
-                recipe["appended"] = self.saved["appended"]
             unread = NO_RESULT | NOT_READ[kind]
             if not self.init and kind in ("batch-tome", "tome"):        # see optimizer_for
                 unread = unread | {"lower_rate"}
@@ -1039,16 +1040,15 @@ class Run:
 
     def checkpoint(self, kind):
         """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that
-        is there was made by another recipe. A stage that is not done may go on at another --lr; one
-        that is done serves for a memory to which text was appended since."""
+        is there was made by another recipe. A stage that is not done may go on at another --lr.
+        """
         path, wanted = self.out / f"{kind}.pt", self.recipe(kind)
         if not path.exists():
             return None
         checkpoint = read_checkpoint(path)
         with intact(path):
             made = checkpoint["recipe"]
-            name = "appended" if is_done(checkpoint) else "lr"
-            compare(path, made | {name: wanted.get(name)}, wanted)
+            compare(path, made if is_done(checkpoint) else made | {"lr": wanted["lr"]}, wanted)
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1097,11 +1097,13 @@ def settle(args):
         saved["text"] = f"toy world {saved['seed']}"
     elif os.path.isfile(corpus):
         saved["text"] = checksum(corpus)
-    elif args.corpus or saved["text"] is None:      # else the tokenised one will do
-        raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
     if args.init or saved["init"] and os.path.exists(saved["init"]):
         saved["published"] = describe_published(saved | {"published": None})
     run = Run(out, saved)
+    # Where the file is gone, the tokenised corpus will do.
+    is_there = corpus is None or os.path.isfile(corpus)
+    if not is_there and (args.corpus or not run.folder("corpus").exists()):
+        raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
     flags = flags_of_stage(run, args)
     # What is left out stays, but for files, which are named again. (A stage that has begun has read
     # its --start.)
@@ -1128,14 +1130,13 @@ def flags_of_stage(run, args):
         if args.start == "scratch" and run.has_batch_tome:
             raise UserError("--start scratch: the weights of --init are trained; leave --start out")
         flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-        hidden = run.config.hidden                                  # the rest start_from compares
-        if zipfile.is_zipfile(args.start):
-            hidden = read_checkpoint(args.start, "give another --start")["recipe"]["hidden"]
+        made, hidden = {"kind": "tome"}, run.config.hidden          # the rest start_from compares
+        if args.start.endswith(".pt") or zipfile.is_zipfile(args.start):
+            made = read_checkpoint(args.start, "give another --start")["recipe"]
         elif args.start != "scratch":
-            hidden = read_published(args.start, run.config)[0].hidden
-        if hidden != run.config.hidden:
-            raise UserError(f"--start {args.start}: its hidden is {hidden}, not "
-                            f"{run.config.hidden}; give another")
+            made["hidden"] = read_published(args.start, run.config)[0].hidden
+        if made["kind"] == "batch-tome" or made.get("hidden", hidden) != hidden:
+            raise UserError(f"--start {args.start}: no TOME with hidden={hidden} is in it")
     if args.examples is not None:
         files = [args.examples, *dev_files(args.examples)]
         for file in files:
@@ -1225,7 +1226,6 @@ def make_memory(run, file=None):
     encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
     is_first = ann.rank_and_size()[0] == 0
     if file is not None and checksum(file) not in run.saved["appended"]:
-        needs(run.folder("memory").exists(), run.folder("memory"), "memory")
         old, old_folder, n = run, run.folder("memory"), len(run.corpus.article)
         run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
         if is_first:
@@ -1234,7 +1234,7 @@ def make_memory(run, file=None):
         run.open(old.device.type)
         n_there = run.corpus.meta["counts"].get("texts_already_there", 0)
         say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}"
-            + (f"; {n_there:,} texts were already there." if n_there else "."))
+            + (f"; {n_there:,} texts were there, and stay as they are." if n_there else "."))
     folder = run.folder("memory")
     if not folder.exists():
         build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
@@ -1320,6 +1320,8 @@ def say(text, file=None):
 def say_figures(figures, place=""):
     """Says figures, a line for each dictionary in them: its place, then its figures, with their 95%
     intervals where it has them."""
+    if figures.get("n") == 0:
+        return
     line = f"{place:<24}"
     inner = [key for key, value in figures.items() if isinstance(value, dict) and key != "interval"]
     for key, value in figures.items():
@@ -1405,12 +1407,10 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """The stage named, after the stages before it that are not done. --append trains nothing: it
-    adds to a memory that is there."""
+    """The stage named, after the stages before it that are not done; then what --append adds."""
     run, named = settle(args), args.task or args.stage
     if args.append is not None:
-        make_memory(run.open(args.device), args.append)
-        return
+        checksum(args.append)               # only for its errors
     prepare(run)
     run.open(args.device)
     for kind in run.stages_to(named):
@@ -1430,6 +1430,8 @@ def train(args):
             train_stage(run, STAGES[kind](run, recipe, **files), recipe, checkpoint)
             how = "done" if recipe["steps"] else "taken as trained"
             say(f"Stage {kind} {how} in {time.time() - started:.0f} s.")
+    if args.append is not None:
+        make_memory(run, args.append)
 
 def report(args):
     """eval.py's report, as a command of its own. Returns the exit status. Several processes only
@@ -1469,7 +1471,7 @@ def main(argv=None):
         reason = f"out of memory ({' '.join(str(error).split()):.150})"
         if "gloo" in str(error) or isinstance(error, dist.DistError):
             reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-            reason = f"another process has ended or cannot be reached ({reason})"
+            reason = f"another process has ended or cannot be reached ({reason}); mend what it says"
         elif not data.is_out_of_memory(error):
             raise
         status = data.complain("train.py", f"{reason}; the same command goes on from the last "

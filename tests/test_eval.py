@@ -324,7 +324,7 @@ def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_th
         for p in best(scores, k):
             for e in set(corpus.passage_entities(p).tolist()) - there:
                 votes[e] += scores[p]
-        ranks.append(sum(vote >= votes[entity] for vote in votes.values()) if entity in votes else math.inf)
+        ranks.append(sum(vote > votes[entity] - 1e-9 for vote in votes.values()) if entity in votes else math.inf)
         queries.append((rest, [entity], [own]))
     assert evaluation.bm25_ranks(corpus, every, queries, k).tolist() == ranks
     assert min(ranks) <= k and ranks.count(math.inf)

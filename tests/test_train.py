@@ -504,7 +504,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_done_first_when_the_stage
     with pytest.raises(data.UserError, match="unfinished"):
         train.open_run(trained)
     assert run("--stage", "tome", "--out", trained, "--n-search", 4) == 1
-    assert "--n-search None, not 4" in capsys.readouterr().err
+    assert "was made without --n-search; leave it out" in capsys.readouterr().err
     monkeypatch.setattr(train, "masked_mentions", real)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: steps.append(1) or step(*a, **k))
     assert run("--stage", "tome", "--out", trained) == 0 and not steps
@@ -536,8 +536,7 @@ def test_claims_of_another_tome_are_said_to_be_stale(trained, small_world, tmp_p
     assert run(*claims) == 0
     train.open_run(trained, "claims")
 
-def test_a_fine_tuning_that_was_cut_off_does_not_go_on_over_another_memory(trained, small_world, tmp_path, capsys, monkeypatch):
-    """Its names, answers and dev score are of all the memory holds. One that is done serves for what is appended later."""
+def test_a_fine_tuning_goes_on_and_serves_when_text_was_appended_since(trained, small_world, tmp_path, monkeypatch):
     _, examples = data.toy_world(seed=3)
     names = {json.loads(line)["title"] for line in small_world.read_text().splitlines()}
     data.write_lines(tmp_path / "mine.jsonl", [e for e in examples["claims.one_hop.train"] if e["subject"] in names][:32])
@@ -560,10 +559,10 @@ def test_a_fine_tuning_that_was_cut_off_does_not_go_on_over_another_memory(train
         patch.setattr(torch.optim.AdamW, "step", dies)
         assert run(*claims) == 1
     append("New")
-    capsys.readouterr()
-    assert run(*claims) == 1 and "claims.pt was made from another --append; remove it" in capsys.readouterr().err
-    (trained / "claims.pt").unlink()
     assert run(*claims) == 0
+    log = [json.loads(line) for line in (trained / "log.jsonl").read_text().splitlines()]
+    assert len(calls) == 4 and train.is_done(train.read_checkpoint(trained / "claims.pt"))
+    assert [r["step"] for r in log if r["stage"] == "claims"][-1] > 2
     append("Newer")
     train.open_run(trained, "claims")
     assert run(*claims) == 0
@@ -590,7 +589,7 @@ def test_a_first_part_that_has_less_than_a_step_is_a_step(tiny, small_world, tmp
 
 @pytest.mark.parametrize("flags, words", [
     (["--steps", 5], "--steps 4, not 5"), (["--batch", 5], "--batch 16, not 5"), (["--lr", 1], "--lr 0.001, not 1.0"),
-    (["--start", "scratch"], "--start None, not scratch"), (["--n-search", "32"], "--n-search None, not 32"),
+    (["--start", "scratch"], "without --start; leave it out"), (["--n-search", "32"], "without --n-search; leave"),
     (["--seed", 1], "--seed 0, not 1"), (["--blocks", 2], "--blocks 1, not 2"),
     (["--set", "entity_weight=0"], "--set entity_weight=0.15, not 0.0")])
 def test_a_finished_stage_is_not_taken_for_another(trained, small_world, capsys, flags, words):
@@ -690,15 +689,35 @@ def test_nothing_is_written_through_a_link(tiny, small_world, tmp_path, capsys):
     assert run(*command) == 0
     assert other.read_text() == "mine" and not (out / "batch-tome.pt").is_symlink()
 
-def test_text_is_appended_to_a_trained_run_only(tiny, small_world, tmp_path, capsys):
-    for made in (False, True):
-        if made:
-            (tmp_path / "run").mkdir()
-            data.write_json(tmp_path / "run" / "run.json", train.NEW_RUN)
-        assert run("--stage", "memory", "--append", small_world, "--out", tmp_path / "run") == 1
-        message = capsys.readouterr().err
-        assert "is missing" in message and message.count("\n") == 1
-        assert {p.name for p in tmp_path.rglob("*")} <= {"run", "run.json"}
+def test_where_nothing_is_held_out_no_figure_is_said_and_what_to_do_is(tiny, small_world, tmp_path, capsys):
+    lines = [json.loads(line) | {"split": "train"} for line in small_world.read_text().splitlines()]
+    data.write_lines(tmp_path / "all.jsonl", lines)
+    assert run("--stage", "tome", "--corpus", tmp_path / "all.jsonl", "--out", tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "accuracy" not in said and "after the fit" not in said
+    out = ["--out", str(tmp_path / "run")]
+    assert evaluation.main(out) == 0 and "of the memory" not in capsys.readouterr().out
+    assert evaluation.main([*out, "--show"]) == 1 and "give --show a text" in capsys.readouterr().err
+    assert train.main(["--stage", "batch-tome", "--out", str(tmp_path / "none"), "--corpus",
+                       held_out_only(lines, tmp_path / "none.jsonl")]) == 1
+    assert "none is left to train on" in capsys.readouterr().err
+
+def held_out_only(lines, path):
+    data.write_lines(path, [line | {"split": "held_out"} for line in lines])
+    return str(path)
+
+def test_text_is_appended_after_the_stages_that_lead_to_the_memory(tiny, small_world, tmp_path, capsys):
+    out, more = tmp_path / "run", tmp_path / "more.jsonl"
+    command = "--stage", "memory", "--append", more, "--corpus", small_world, "--out", out
+    assert run(*command) == 1 and "more.jsonl: No such file" in capsys.readouterr().err and not out.exists()
+    data.write_lines(more, [{"title": "New", "text": "Alma Verran sang.", "mentions": []}])
+    assert run(*command) == 1 and "no linked mention" in capsys.readouterr().err
+    assert not train.read_run(out).saved["appended"] and only(out, "memory").exists()       # the next append can begin
+    data.write_lines(more, [{"title": "New", "text": "Alma Verran sang.", "mentions": [
+        {"start": 0, "end": 11, "entity": "New"}]}])
+    assert run(*command) == 0 and run("--stage", "tome", "--out", out) == 0
+    loaded, _, table = train.open_run(out)
+    assert loaded.corpus.entity_names[-1] == "New" and int(table.entity[-1]) == len(loaded.corpus.entity_names) - 1
 
 @pytest.mark.slow
 def test_the_report_is_a_command_that_train_runs(small_world, tmp_path):
@@ -827,7 +846,7 @@ def test_a_start_of_another_width_is_refused_before_anything_is_trained(trained,
     hidden = 2 * train.read_run(trained).config.hidden
     assert run("--stage", "tome", "--out", tmp_path / "wide", "--set", f"hidden={hidden}",
                "--start", trained / "tome.pt") == 1
-    assert f"its hidden is {hidden // 2}, not {hidden}" in capsys.readouterr().err
+    assert f"tome.pt: no TOME with hidden={hidden} is in it" in capsys.readouterr().err
     assert not (tmp_path / "wide").exists()
 
 def test_the_report_searches_in_as_many_buckets_as_the_stage_did(trained, monkeypatch):
