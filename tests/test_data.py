@@ -217,9 +217,9 @@ def test_check_shows_mentions_in_context_as_written_and_warns_of_nothing_to_eval
     done = run("check", write(tmp_path / "b.jsonl", held_out + records[2:]))
     assert "Nothing can" not in done.stdout
     assert re.search("passages held out +2\n", done.stdout)
+    assert re.search("mentions to evaluate on +2\n", done.stdout)
     done = run("check", write(tmp_path / "c.jsonl", [{**record, "split": "held_out"} for record in records]))
     assert "Nothing can be trained on" in done.stdout
-    assert re.search("mentions to evaluate on +2\n", done.stdout)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))     # not UTF-8
     assert run("check", write(tmp_path / "c.jsonl", [line("Zürich", (0, 6, "Zürich"))])).returncode == 0
 
