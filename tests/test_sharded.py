@@ -84,9 +84,9 @@ def process(rank, size, folder, stages, results):
             batch = train.masked_batch(run, np.arange(16), 1, rank)
             given.wanted = batch.entity
             read = given.attend(torch.randn(len(batch.entity), 64), batch.passage, 8, 8)
-            result["given"] = {"wanted": batch.entity, "passage": batch.passage, "ids": read.ids, "rows": len(given),
+            result["given"] = {"wanted": batch.entity, "passage": batch.passage, "ids": read.ids, "rows": len(given.memory),
                                "value": read.value, "weights": read.weights,
-                               "entity": given.entity, "of": given.passage, "values": given.values}
+                               "entity": given.memory.entity, "of": given.memory.passage, "values": given.values}
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
         run = train.read_run(folder).open("cpu")
