@@ -701,6 +701,10 @@ _CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _MARK = "".join(c for c in map(chr, range(0x300, 0x1e944)) if unicodedata.category(c)[0] == "M")
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+(?:[{_MARK}]+[^\W{_CJK}]*)*|[^\w\s]")
 
+def _key(word) -> str:
+    """What is compared of a word: in any case, and in any of Unicode's forms."""
+    return unicodedata.normalize("NFC", word).lower()
+
 def name_index(names) -> dict:
     """A tree of these names by their words, in which "" stands at a name's end:
     {"port": {"ellin": {"": "Port_Ellin"}}}. "_" is a space, and a bracket at the end, as in
@@ -712,18 +716,19 @@ def name_index(names) -> dict:
         if any(word[0].isalnum() for word in words):
             node = index
             for word in words:
-                node = node.setdefault(unicodedata.normalize("NFC", word).lower(), {})
+                node = node.setdefault(_key(word), {})
             node.setdefault("", name)
     return index
 
 def find_mentions(text, index) -> list:
     """Mentions of a name_index's names in a text: at each word the longest, whatever the case."""
     words = list(_WORD.finditer(text.replace("_", " ")))
+    keys = [_key(word.group()) for word in words]
     mentions, i = [], 0
     while i < len(words):
         node, stop = index, i       # stop: the word after the longest name found
         for n in range(i, len(words)):
-            node = node.get(unicodedata.normalize("NFC", words[n].group()).lower())
+            node = node.get(keys[n])
             if node is None:
                 break
             if "" in node:
@@ -1293,7 +1298,7 @@ def task_records(path):
 def answer_key(name):
     """What is compared: lower case, no punctuation, "_" or article before it: The_Black_Sea is
     "black sea", but "Vitamin A" is not "vitamin"."""
-    name = unicodedata.normalize("NFC", name).replace("_", " ").lower()
+    name = _key(name).replace("_", " ")
     words = re.findall(rf"[\w{_MARK}]+", name)
     has_article = len(words) > 1 and words[0] in ("a", "an", "the")
     return " ".join(words[has_article:]) or name.strip()
