@@ -28,8 +28,8 @@ SAMPLE = 256            # keys per bucket that k-means is trained on
 
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    In float32 also where training computes in bfloat16. That would round a score of 50 by up to
-    0.125, and attention weights are exponentials of scores."""
+    In float32 also where training computes in bfloat16 (in which queries come from their layer).
+    That would round a score of 50 by up to 0.125, and attention weights are exponentials."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 

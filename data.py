@@ -321,7 +321,7 @@ class Example(NamedTuple):
     """A claim, a cloze or a question."""
     text: str
     mentions: list | None       # None: to be found (mention_finder)
-    label: int | None           # claims: index into CLAIM_LABELS; None: a cloze, or not known
+    label: int | None           # index into CLAIM_LABELS; None: not known, a cloze, a question
     answers: list               # entity names, any of which is right; [] of a claim
     info: dict                  # the whole record, with its other fields: subject, bridge, …
 
@@ -375,7 +375,7 @@ def _entries(table):
         head, _, parts = entry.partition(":")
         yield head.split(), [" ".join(part.split()) for part in parts.split("|")]
 
-# A name is a first and a last word: it is learnt as a pair, and an unseen name is a new pair.
+# A name is a first and a last word; an unseen one is a new pair of known words.
 NAMES = {kind: [pool.split() for pool in pools] for (kind,), pools in _entries("""
 person: Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
  Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa Fabian
@@ -595,7 +595,8 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
         raise
     except Exception as error:              # a stranger's file can be wrong in any way
         if is_out_of_memory(error):
-            raise UserError(f"{path} does not fit in memory; use more processes") from error
+            raise UserError(f"{path} does not fit in memory (more processes divide a mention "
+                            "memory among them)") from error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 
@@ -650,8 +651,9 @@ def field(record, name, allowed, where=""):
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
     value = record.get(name)
     if value not in allowed and type(value) not in allowed:     # not isinstance: true is no number
-        names = [getattr(kind, "__name__", str(kind)) for kind in allowed]
-        raise ValueError(f"{where}{name}: missing or not {' or '.join(names)}")
+        names = [getattr(kind, "__name__", str(kind)) for kind in allowed if kind is not None]
+        missing = "" if None in allowed else "missing or "
+        raise ValueError(f"{where}{name}: {missing}not {' or '.join(names)}")
     return value
 
 def read_mentions(record, text) -> list | None:
@@ -1259,7 +1261,8 @@ def kilt(path, out) -> Counter:
                 for a in page["anchors"]:
                     target = a.get("wikipedia_title") or unquote(a["href"])
                     text, links = paragraphs[a["paragraph_id"]]
-                    if 0 <= a["start"] < a["end"] <= len(text) and a["paragraph_id"] >= 0:
+                    inside = 0 <= a["start"] < a["end"] <= len(text) and a["paragraph_id"] >= 0
+                    if inside and text[a["start"]:a["end"]]:            # refuses 1.5
                         links.append(Mention(a["start"], a["end"], canonical(target)))
                 counts.update(pages=1, links=len(page["anchors"]))
                 prose = [p for p in paragraphs[1:] if not re.match("Section::::|BULLET::::", p[0])]
@@ -1410,13 +1413,15 @@ def main() -> int:
     sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
     read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
-        out, read = options.get("out", ""), {Path(path).resolve() for path in read}
-        if {Path(out).resolve(), Path(out + ".tmp").resolve()} & read:      # .tmp: write_file's
+        out, read = options.get("out"), {os.path.realpath(path) for path in read}
+        if out and {os.path.realpath(out), os.path.realpath(out + ".tmp")} & read:   # write_file's
             raise UserError(f"--out {out} would replace a file to be read; give another name")
         options.pop("run")(**options)
         return 0
     except (UserError, OSError, ImportError) as error:
         return complain("data.py", error)
+    except MemoryError:
+        return complain("data.py", "out of memory")
     except KeyboardInterrupt:
         complain("data.py", "stopped; no file is half-written")
         return 130

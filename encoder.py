@@ -31,7 +31,7 @@ class Config:
     init_std: float = 0.02
     # n_initial Transformer layers stand below the first memory layer, n_upper above it. The upper
     # ones are divided equally among n_blocks TOMEBlocks (TOME-1: one of 8; TOME-2: two of 4). A
-    # single one (toy) cannot be: each of TOME-2's blocks then has a copy, and one more layer.
+    # single one (toy) cannot be: TOME-2 then has two a block (tome.split_into_blocks).
     n_initial: int = 4
     n_upper: int = 8
     n_blocks: int = 1
@@ -57,7 +57,7 @@ class Config:
 
 def precision_on(config, device):
     """What matrix products are computed in: the config's precision on a device that is fast at it
-    (GPUs since Ampere; processors with AVX512-BF16, where bfloat16 is four times as fast), else
+    (GPUs since Ampere; processors with AVX512-BF16, where bfloat16 is faster), else
     float32."""
     is_fast = torch.cpu._is_avx512_bf16_supported()
     if device.type == "cuda":

@@ -189,7 +189,7 @@ def show(run, tome, memory, task, item):
         text, batch = item.text, train.examples_batch(run, task, [item])
         words = {i: text[m.start:m.end] for i, m in enumerate(item.mentions)} | {-1: data.MASK}
         if n_left := len(item.mentions) - int((batch.mention >= 0).sum()):
-            train.say(f"\nOf the text's mentions {n_left} lie beyond what is read.")
+            train.say(f"\nOf the text's mentions {n_left} are not read.")
     else:
         text, batch, task = corpus.show_mention(item), data.eval_batch(corpus, [item]), None
         words = {item: data.MASK}                       # of the mentions to be shown

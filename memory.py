@@ -36,7 +36,7 @@ class Retrieved(NamedTuple):
     """What M mentions found: K memories each, best first if they were searched for. Where a search
     finds fewer, scores are -inf, ids -1 and entity 0. attend_to_all returns all N, not sorted; an
     excluded one has score -inf, but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient, but GivenMemory's without
+    scores: torch.Tensor            # (M, K) query · key, with gradient, but for what is given
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -252,8 +252,8 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
 def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
     processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: plain
-    values, kept in meta.json. old_folder: the memory of this corpus before text was appended;
-    its full shards are taken over if the same encoder wrote them. Raises UserError.
+    values, kept in meta.json. old_folder: the memory that this encoder made of the corpus before
+    text was appended; its full shards are taken over. Raises UserError.
 
     Each file is written whole, to a folder that is named after the encoder. So a shard whose files
     are all there is done, and a build that was cut off goes on."""
@@ -262,10 +262,7 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None
     part.mkdir(parents=True, exist_ok=True)
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
-    about = {"encoder": encoder.fingerprint, "dtype": np.dtype(dtype).name}
-    old = data.open_folder(old_folder, "memory") if old_folder else {}
-    is_same = all(old.get(name) == about[name] for name in about)
-    n_old = old["n_passages"] // each if is_same else 0
+    n_old = data.open_folder(old_folder, "memory")["n_passages"] // each if old_folder else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
         paths = [part / f"{name}-{shard:05d}.npy" for name in ARRAYS]
         if all(path.exists() for path in paths):
@@ -287,8 +284,8 @@ def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None
     ann.barrier()
     if rank == 0:
         n = sum(len(np.load(path, "r")) for path in part.glob("entity-*.npy"))
-        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, **about, n=n,
-                           n_shards=len(shards), n_passages=n_passages)
+        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, n=n,
+                           encoder=encoder.fingerprint, n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
 
 def load_memory(folder, fingerprint=None, device="cpu"):
@@ -299,7 +296,8 @@ def load_memory(folder, fingerprint=None, device="cpu"):
     about = data.open_folder(folder, "memory",      # "keys-00012.npy" is of shard 12
                              lambda name: int(name[-9:-4]) % size == rank)
     if fingerprint not in (None, about["encoder"]):
-        raise data.UserError(f"{folder} is of another mention encoder; remove it, make it again")
+        raise data.UserError(f"{folder} is of another mention encoder; remove it to make it again, "
+                             "and tome.pt, too, if that does not help")
     rows, shards = {}, range(rank, about["n_shards"], size)     # a process may have no shard
     for name in ARRAYS:
         def shard(i):               # one at a time: a file stays open as long as its array lives

@@ -49,7 +49,8 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        # W of z_m, eq. 10: set by fit_retrieval, trained from stage tome on.
+        # W of z_m, eq. 10 (app. A.2's z is BatchTOME.coref): set by fit_retrieval, if that is run,
+        # trained from stage tome on.
         self.answer = SpanEncodingLayer(config.hidden, config.key_dim)
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
         self.entities = EntityTable(config) if config.n_entities else None  # in the baselines

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 import data
 import train as training
 
-CORES = threading.Semaphore(1 if torch.cuda.is_available() else torch.get_num_threads())
+CORES = threading.Semaphore(1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
 FAILED = threading.Event()              # after it no other command begins
 ONE, TWO, KINDS, TASKS = "one_hop", "two_hop", ("seen", "unseen"), ("claims", "qa")
 

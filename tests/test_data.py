@@ -83,10 +83,10 @@ BAD_LINES = {
     '{"title": 3, "text": "a", "mentions": []}': "title: missing or not str",
     '{"title": "a", "mentions": []}': "text: missing or not str",
     '{"title": "a", "text": null, "mentions": []}': "text: missing or not str",
-    '{"title": "a", "text": "b", "mentions": {}}': "mentions: missing or not list or None",
+    '{"title": "a", "text": "b", "mentions": {}}': "mentions: not list",
     '{"title": "a", "text": "b", "mentions": [1]}': "mentions[0]: not a JSON object",
     '{"title": "a", "text": "\\ud800", "mentions": []}': "surrogate",
-    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': "split: missing or not train or held_out or None",
+    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': "split: not train or held_out",
 }
 BAD_MENTIONS = {
     '"end": 1, "entity": "x"': ".start: missing or not int", '"start": 0, "entity": "x"': ".end: missing or not int",
@@ -96,7 +96,7 @@ BAD_MENTIONS = {
     '"start": 0, "end": 5, "entity": "x"': "not 0 <= start < end <= 4",
     '"start": 2, "end": 2, "entity": "x"': "not 0 <= start < end <= 4",
     '"start": 2, "end": 1, "entity": "x"': "not 0 <= start < end <= 4",
-    '"start": 0, "end": 1, "entity": 5': ".entity: missing or not str or None",
+    '"start": 0, "end": 1, "entity": 5': ".entity: not str",
 }
 BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: what
               for mention, what in BAD_MENTIONS.items()}
@@ -179,6 +179,7 @@ def test_a_file_that_is_read_is_never_written_to(tmp_path, run):
     done = run("kilt", claims, "--out", tmp_path / "." / "claims.jsonl")
     assert done.returncode == 1 and "a file to be read" in done.stderr and claims.is_file()
     temporary = write(tmp_path / "new.jsonl.tmp", [GOOD])           # write_file's name for what becomes new.jsonl
+    assert "give a file, not a folder" in run("check", tmp_path).stderr
     done = run("task", "fever", temporary, "--out", tmp_path / "new.jsonl")
     assert done.returncode == 1 and "a file to be read" in done.stderr and temporary.is_file()
 

@@ -151,10 +151,12 @@ def test_a_signal_while_the_last_step_is_evaluated_ends_the_command(trained, sma
     assert run(*command) == 0 and equal(whole, weights(trained / "tome.pt"))
 
 def test_folders_of_the_user_in_the_run_folder_stay(trained, small_world):
-    own = [trained / name for name in ("corpus-wikipedia", "memory-12345678.before", "corpus-filtered")]
-    stale = [trained / name for name in ("corpus-12345678", "memory-12345678.part", "memory-12345678.89abcdef.part")]
+    own = [trained / name for name in ("corpus-wikipedia", "memory-12345678.before", "corpus-20261101")]
+    stale = [trained / name for name in ("corpus-12345678.part", "memory-12345678.part", "memory-12345678.89abcdef.part")]
     for folder in own + stale:
         folder.mkdir()
+    own.append(trained / "memory-20261128")             # a copy with a date for its name
+    shutil.copytree(only(trained, "memory"), own[-1])
     assert run("--stage", "memory", "--corpus", small_world, "--out", trained) == 0
     assert all(folder.exists() for folder in own) and not any(folder.exists() for folder in stale)
 
@@ -291,6 +293,10 @@ def test_a_damaged_memory_is_named_and_left_alone(trained, small_world, capsys, 
     assert words in message and str(trained) in message and message.count("\n") == 1
     if damage == "missing":         # nor is it said to be there
         assert run("--stage", "memory", "--out", trained) == 1 and name in capsys.readouterr().err
+    if damage == "another encoder":         # nor is it added to, and TOME's own lost
+        folder = only(trained, "memory")
+        assert run("--stage", "memory", "--append", small_world, "--out", trained) == 1 and folder.exists()
+        assert "another batch-tome.pt; remove it, and tome.pt" in capsys.readouterr().err
 
 # -- what a user gets wrong: one sentence, a non-zero exit
 
@@ -709,6 +715,9 @@ def held_out_only(lines, path):
 def test_text_is_appended_after_the_stages_that_lead_to_the_memory(tiny, small_world, tmp_path, capsys):
     out, more = tmp_path / "run", tmp_path / "more.jsonl"
     command = "--stage", "memory", "--append", more, "--corpus", small_world, "--out", out
+    os.mkfifo(more)
+    assert run(*command) == 1 and "more.jsonl: cannot be read twice" in capsys.readouterr().err and not out.exists()
+    more.unlink()
     assert run(*command) == 1 and "more.jsonl: No such file" in capsys.readouterr().err and not out.exists()
     data.write_lines(more, [{"title": "New", "text": "Alma Verran sang.", "mentions": []}])
     assert run(*command) == 1 and "no linked mention" in capsys.readouterr().err

@@ -378,6 +378,8 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
 @pytest.mark.parametrize("line", ["[1]", "{", '{"wikipedia_title": "A", "text": ["a"]}',
                                   '{"wikipedia_title": "A", "text": ["A", 3], "anchors": []}',
                                   '{"wikipedia_title": "A", "text": "AB", "anchors": []}',
+                                  '{"wikipedia_title": "A", "text": ["A", "a"], "anchors": [{"paragraph_id": 1, '
+                                  '"start": 0.0, "end": 1, "wikipedia_title": "B"}]}',
                                   '{"id": 1, "title": "A", "text": "a"}'])
 def test_a_file_that_is_not_kilts_is_refused(tmp_path, line):
     (tmp_path / "k.jsonl").write_text(line + "\n")
