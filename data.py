@@ -863,7 +863,7 @@ def complain(program, error) -> int:
     if isinstance(error, OSError):
         where, why = error.filename or "the output or a temporary file", error.strerror or error
         error = f"{where}: {why}; check the name, rights and room"
-    print(printable(f"{program}: {error}"), file=sys.stderr)
+    print(printable(f"{program}: {str(error) or 'out of memory'}"), file=sys.stderr)
     return 1
 
 # ---------------------------------------------------------------- tokenizer
@@ -1418,10 +1418,8 @@ def main() -> int:
             raise UserError(f"--out {out} would replace a file to be read; give another name")
         options.pop("run")(**options)
         return 0
-    except (UserError, OSError, ImportError) as error:
+    except (UserError, OSError, ImportError, MemoryError) as error:
         return complain("data.py", error)
-    except MemoryError:
-        return complain("data.py", "out of memory")
     except KeyboardInterrupt:
         complain("data.py", "stopped; no file is half-written")
         return 130

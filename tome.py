@@ -213,7 +213,7 @@ def retrieve_answer(tome, H, batch, memory, asked):
 @torch.no_grad()
 def start_positions(model):
     """Positions begin as sinusoids (Vaswani et al. 2017) of the size of the other embeddings, and
-    are learnt from there: from random ones the toy model learns later."""
+    are learnt from there: from random ones the toy model learns to read later."""
     position = model.tome.embeddings.position.weight                    # (positions, hidden)
     n, hidden = position.shape
     angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
