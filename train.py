@@ -1040,6 +1040,8 @@ class Run:
                 recipe = read_json(path / "meta.json")["recipe"]
                 is_ours = path.name == f"{kind}-{identity(recipe)[:8]}"
             if is_ours and path.name.removesuffix(".part") != self.folder(kind).name:
+                with suppress(OSError):             # or what cannot be removed is known no more
+                    path = path.rename(path.with_suffix(".part"))
                 shutil.rmtree(path, ignore_errors=True)
 
     def checkpoint(self, kind):
