@@ -1038,7 +1038,7 @@ class Run:
             is_ours = re.fullmatch(kind + r"-[0-9a-f]{8}(\.[0-9a-f]{8})?\.part", path.name)
             with suppress(OSError, ValueError, LookupError):
                 recipe = read_json(path / "meta.json")["recipe"]
-                is_ours = path.name == f"{kind}-{identity(recipe)[:8]}"
+                is_ours = is_ours or path.name == f"{kind}-{identity(recipe)[:8]}"
             if is_ours and path.name.removesuffix(".part") != self.folder(kind).name:
                 with suppress(OSError):             # or what cannot be removed is known no more
                     path = path.rename(path.with_suffix(".part"))
