@@ -1414,7 +1414,8 @@ def main() -> int:
     read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
         out, read = options.get("out"), {os.path.realpath(path) for path in read}
-        if out and {os.path.realpath(out), os.path.realpath(out + ".tmp")} & read:   # write_file's
+        written = [out, out + ".tmp"] if out else []        # .tmp: write_file's
+        if read.intersection(map(os.path.realpath, written)):
             raise UserError(f"--out {out} would replace a file to be read; give another name")
         options.pop("run")(**options)
         return 0

@@ -57,8 +57,7 @@ class Config:
 
 def precision_on(config, device):
     """What matrix products are computed in: the config's precision on a device that is fast at it
-    (GPUs since Ampere; processors with AVX512-BF16, where bfloat16 is faster), else
-    float32."""
+    (GPUs since Ampere; processors with AVX512-BF16), else float32."""
     is_fast = torch.cpu._is_avx512_bf16_supported()
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
