@@ -85,7 +85,10 @@ class Embeddings(nn.Module):
 
 # Padding is left out of the computation. A layer sees the n real tokens of the whole batch as rows,
 # x (n, hidden); only attention puts them back into passages. `place` (n,) is each token's index in
-# the flattened batch (B * T). On short passages that saves a quarter of a step.
+# the flattened batch (B * T). On short passages that saves a quarter of a step. So much padding
+# stays that n is a multiple of ROWS, where there is enough: products of a new shape are compiled
+# (oneDNN), which else takes a tenth of a small step.
+ROWS = 128
 
 def spread(x, place, attention_mask):
     """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding.
@@ -104,15 +107,14 @@ class SelfAttention(nn.Module):
     def forward(self, x, place, attention_mask):
         """place (n,), attention_mask (B, T): where the tokens x stand in the batch."""
         qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)              # each (B, heads, T, hidden / heads)
-        scores = (q * q.shape[-1] ** -0.5) @ k.mT         # (B, heads, T, T)
-        # F.scaled_dot_product_attention is slower on a CPU (tests/README.md). Masked in place,
-        # hidden from autograd: no copy is made, and padding has weight 0, so its gradient is 0.
-        with torch.no_grad():
-            scores.masked_fill_(~attention_mask[:, None, None, :], -torch.inf)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each (B * heads, T, hidden / heads)
+        # -inf at padding, added to scores. F.scaled_dot_product_attention is slower on a CPU.
+        bias = q.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
+        bias = bias.repeat_interleave(self.n_heads, 0)[:, None]                 # (B * heads, 1, T)
+        scores = torch.baddbmm(bias, q, k.mT, alpha=q.shape[-1] ** -0.5)        # (B * heads, T, T)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
-        y = y.transpose(1, 2).flatten(2)                  # (B, T, hidden)
-        return self.out(y.flatten(0, 1)[place])           # (n, hidden)
+        y = y.unflatten(0, (-1, self.n_heads)).transpose(1, 2).flatten(2)       # (B, T, hidden)
+        return self.out(y.flatten(0, 1).index_select(0, place))                 # (n, hidden)
 
 class TransformerLayer(nn.Module):
     """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""
@@ -137,11 +139,13 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask):
-        place = attention_mask.flatten().nonzero()[:, 0]
-        x = x.flatten(0, 1)[place]
+        is_token = attention_mask.flatten()
+        n = int(is_token.sum())
+        place = is_token.argsort(descending=True, stable=True)[:n + -n % ROWS]  # tokens first
+        x = x.flatten(0, 1).index_select(0, place)
         for layer in self.layers:
             x = layer(x, place, attention_mask)
-        return spread(x, place, attention_mask)
+        return spread(x[:n], place[:n], attention_mask)
 
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden),

@@ -28,7 +28,7 @@ import data                     # read later; here only for a batch of passages,
 from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
-BATCH_TOKENS = 16384            # tokens that are encoded at a time
+BATCH_TOKENS = 8192             # tokens that are encoded at a time
 N_GIVEN = 8                     # memories of its own entity that GivenMemory gives a mention
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 

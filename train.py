@@ -1315,10 +1315,10 @@ def fast_matmul():
     computes in float32, on AMD's in half of MKL's time. Undone where a test product is not exact.
     It must be on wherever bits are to agree.
 
-    oneDNN, and PyTorch beside it, keep a compiled product for each shape, and each batch has other
+    oneDNN, and PyTorch beside it, keep a compiled product for each shape, and batches have many
     shapes: 1,024 of them take gigabytes (and time), so fewer are kept."""
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "64")          # read at the first product
+        os.environ.setdefault(cache, "128")         # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return
