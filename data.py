@@ -264,9 +264,8 @@ def related_clusters(corpus, size, seed, passages) -> list:
     is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
     not fit stays unused. Of equals that share an entity one whose title shares a word with the
     cluster's titles comes first, and then by seed: where no two names of a batch are alike, one
-    word of a name is all that must be learnt (toy, seed 20: .33 of the questions about two facts
-    then fail, not .02). Each article added is compared with all: so of more than POOL articles
-    random pools are clustered one by one, and then together what is left of each."""
+    word of a name is all that must be learnt. Each article added is compared with all, so of more
+    than POOL articles random pools are clustered one by one, and what is left of each together."""
     passages = np.sort(passages)
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     if (n_pools := -(-len(numbers) // max(POOL, 2 * size))) > 1:

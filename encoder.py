@@ -66,8 +66,7 @@ def precision_on(config, device):
 def low_precision(config, device):
     """A context for training and encoding, in which matrix products are computed in precision_on.
     Weights, losses and the scores of memories (ann.dot) stay in float32."""
-    is_low = precision_on(config, device) == "bfloat16"
-    return torch.autocast(device.type, torch.bfloat16, is_low)
+    return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""
@@ -83,16 +82,15 @@ class Embeddings(nn.Module):
         x = self.word(tokens) + self.position.weight[:tokens.shape[1]] + self.segment.weight[0]
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
-# Padding is left out of the computation. A layer sees the n real tokens of the whole batch as rows,
-# x (n, hidden); only attention puts them back into passages. `place` (n,) is each token's index in
-# the flattened batch (B * T). On short passages that saves a quarter of a step. So much padding
-# stays that n is a multiple of ROWS, where there is enough: products of a new shape are compiled
-# (oneDNN), which else takes a tenth of a small step.
+# Most of the padding is left out of the computation: on short passages that saves a quarter of a
+# step. A layer sees the tokens of the whole batch as rows, x (n, hidden), and behind them so much
+# padding, if there is enough, that n is a multiple of ROWS: else a tenth of a small step went into
+# compiling products of ever new shapes (oneDNN). Only attention puts rows back into passages.
+# `place` (n,) is each row's index in the flattened batch (B * T).
 ROWS = 128
 
 def spread(x, place, attention_mask):
-    """Tokens (n, C) back at their places in the batch: (B, T, C), zero at the padding.
-    attention_mask (B, T) bool, True = token."""
+    """Rows (n, C) at their places in a batch: (B, T, C), zero elsewhere. attention_mask (B, T)."""
     flat = x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, place, x)
     return flat.unflatten(0, attention_mask.shape)
 
@@ -140,12 +138,12 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x, attention_mask):
         is_token = attention_mask.flatten()
-        n = int(is_token.sum())
-        place = is_token.argsort(descending=True, stable=True)[:n + -n % ROWS]  # tokens first
+        tokens, padding = is_token.nonzero()[:, 0], (~is_token).nonzero()[:, 0]
+        place = torch.cat([tokens, padding[:-len(tokens) % ROWS]])
         x = x.flatten(0, 1).index_select(0, place)
         for layer in self.layers:
             x = layer(x, place, attention_mask)
-        return spread(x[:n], place[:n], attention_mask)
+        return spread(x[:len(tokens)], tokens, attention_mask)
 
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ann
-from encoder import Config, SpanEncodingLayer
+from encoder import Config, SpanEncodingLayer, TransformerBlock
 from memory import BatchMemory, EntityTable, GivenMemory, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
                   predict_entity, split_into_blocks, start_positions)
@@ -281,6 +281,25 @@ def test_what_a_passage_reads_does_not_depend_on_its_padding_or_its_neighbours()
     mask[:, 9:] = False
     H2, _ = model.tome(padded, mask, Mentions, table)
     torch.testing.assert_close(H, H2[:, :9], atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_reads_passages_of_all_lengths_as_each_alone():
+    """Gradients too. Of 190 places of padding 26 are computed: encoder.ROWS."""
+    torch.manual_seed(0)
+    block = TransformerBlock(TINY, 2).eval()
+    mask = torch.arange(21) < torch.arange(2, 22)[:, None]
+    x = torch.randn(20, 21, TINY.hidden)
+    together = block(x, mask)
+    together.square().sum().backward()
+    gradients = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    for row, n, read in zip(x, mask.sum(1).tolist(), together):
+        alone = block(row[None, :n], torch.ones(1, n, dtype=torch.bool))[0]
+        torch.testing.assert_close(read[:n], alone, atol=1e-5, rtol=1e-5)
+        assert read[n:].count_nonzero() == 0
+        alone.square().sum().backward()
+    for gradient, p in zip(gradients, block.parameters()):
+        torch.testing.assert_close(gradient, p.grad, atol=1e-3, rtol=1e-3)
 
 
 def test_coreference_loss_is_the_mean_of_cross_entropies_over_positives_app_a2():
