@@ -86,11 +86,11 @@ class Embeddings(nn.Module):
 # step. A layer sees the tokens of the whole batch as rows, x (n, hidden), and behind them so much
 # padding, if there is enough, that n is a multiple of ROWS: else a tenth of a small step went into
 # compiling products of ever new shapes (oneDNN). Only attention puts rows back into passages.
-# `place` (n,) is each row's index in the flattened batch (B * T).
+# `place` (n,): each row's index in the flat batch (B * T). attention_mask (B, T): True = token.
 ROWS = 128
 
 def spread(x, place, attention_mask):
-    """Rows (n, C) at their places in a batch: (B, T, C), zero elsewhere. attention_mask (B, T)."""
+    """Rows (n, C) at their places in a batch: (B, T, C), zero elsewhere."""
     flat = x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, place, x)
     return flat.unflatten(0, attention_mask.shape)
 
@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, place, attention_mask):
-        """place (n,), attention_mask (B, T): where the tokens x stand in the batch."""
+        """place (n,), attention_mask (B, T): where the rows x stand in the batch."""
         qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each (B * heads, T, hidden / heads)
         # -inf at padding, added to scores. F.scaled_dot_product_attention is slower on a CPU.
