@@ -15,6 +15,7 @@ tokens with m mentions takes n + 2m + 2 positions:
     start = 4, 9 and end = 7, 12: the positions s and e of the paper's markers"""
 import argparse
 import bz2
+import errno
 import gzip
 import html
 import json
@@ -53,7 +54,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 24             # version of the files in a run folder; others are refused
+FORMAT = 25             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
@@ -762,52 +763,62 @@ def mention_finder(names):
 # ---------------------------------------------------------------- files: written whole
 
 def write_file(path, write):
-    """write(file) under a temporary name, then one rename: a reader sees the old file or the new
-    one. No link is followed. What is no file (/dev/null, a pipe) is written to and stays."""
+    """Calls write(file) on a temporary file and renames it to `path`, so a reader sees the old file
+    or the new one. Raises UserError."""
     path = os.path.abspath(path)
-    if re.match("/dev/(?!shm/)", path) or os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:
-            return write(file)
-    temporary = path + ".tmp"
-    Path(temporary).unlink(missing_ok=True)
+    temporary, folder = path + ".tmp", os.path.dirname(path)
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "wb") as file:
             write(file)
-        sync(temporary)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync(os.path.dirname(path))
-    except (OSError, RuntimeError) as error:    # torch.save makes the latter of a full disk
-        named = getattr(error, "filename", None)        # a full disk names none
-        if named not in (None, temporary, path, os.path.dirname(path)):
-            raise                                       # of another file, which `write` reads
-        raise UserError(f"{path} cannot be written ({error}); check the folder and room") from error
+        sync_folder(folder)
+    except (OSError, RuntimeError) as error:    # torch.save raises the latter on a full disk
+        if getattr(error, "filename", None) not in (None, temporary, folder):
+            raise                               # about another file, which `write` reads
+        raise UserError(f"{path} cannot be written ({error}); check the folder and the free "
+                        "space") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
-def remove(path):
-    """Removes a file, a folder or a link, but not what the link points to."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        Path(path).unlink(missing_ok=True)
-
 def sync(path):
-    """Makes a file, or the names in a folder, outlast a loss of power."""
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
+    """Makes the contents of a file survive a power cut."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
-def commit_folder(part, folder, **about):
-    """Gives the folder `part` its final name, once it is durable and meta.json says what it is
-    (`about`, plain values) and the checksum of each file. So `folder` is whole or not there."""
+def sync_folder(path):
+    """Makes the names in a folder survive a power cut, where the file system can do that: Windows
+    and some network drives cannot."""
+    if os.name == "nt":
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+    finally:
+        os.close(folder)
+
+def link(source, target):
+    """Links a file, or copies it where links are not possible."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        sync(target)
+
+def commit_folder(part, folder, names, **about):
+    """Renames the folder `part` once its files (`names`) are durable and meta.json contains `about`
+    (plain values) and the checksum of each. So `folder` is whole or not there."""
     part = Path(part)
-    names = sorted(name for name in os.listdir(part) if not name.startswith("meta.json"))
     for name in names:
         sync(part / name)
     crc32 = {name: checksum(part / name) for name in names}
     write_json(part / "meta.json", {**about, "crc32": crc32})
     os.rename(part, folder)
-    sync(Path(folder).absolute().parent)
+    sync_folder(Path(folder).absolute().parent)
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
     """meta.json of a folder that commit_folder has named. Every file must be there, and those that
@@ -834,16 +845,12 @@ def write_lines(path, records):
     write_file(path, write)
 
 def write_json(path, value):
-    """A dictionary of plain values and the checksum of what it says, by write_file."""
-    value = {**value, "checksum": zlib.crc32(json.dumps(value).encode())}
+    """A dictionary of plain values, by write_file."""
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 def read_json(path) -> dict:
-    """What write_json wrote. Raises ValueError where it was changed."""
-    value = json.loads(Path(path).read_bytes())
-    if value.pop("checksum", None) != zlib.crc32(json.dumps(value).encode()):
-        raise ValueError("its checksum differs")
-    return value
+    """What write_json wrote."""
+    return json.loads(Path(path).read_bytes())
 
 def checksum(path) -> int:
     """CRC-32 of a file."""
@@ -856,6 +863,13 @@ def checksum(path) -> int:
 def printable(text) -> str:
     """Text for a terminal: what would command it (ESC, marks of direction) is shown escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+def print_any_text():
+    """Lets characters that a terminal cannot show be printed as escapes. A notebook's output has
+    nothing to set."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 def complain(program, error) -> int:
     """One sentence on stderr; returns the exit status of a program that could not do its work."""
@@ -907,6 +921,17 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
         vocab = [*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))]
     return _wordpiece(vocab)
 
+def unknown_words(tokenizer, texts) -> list:
+    """The words of these texts that the vocabulary lacks, which are read in pieces or as [UNK]."""
+    found = {}
+    for text in texts:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        for token, (start, end) in zip(encoding.tokens, encoding.offsets):
+            if token == UNK or token.startswith("##"):
+                word = re.search(r"\w*$", text[:start])[0] + re.match(r"\w*", text[start:])[0]
+                found[word or text[start:end]] = None
+    return list(found)
+
 def load_tokenizer(path) -> Tokenizer:
     """That of a vocab.txt; in BERT's, the markers take two [unusedN] entries. Raises UserError."""
     vocab = [line.rstrip("\r\n") for line in open_text(path)]
@@ -931,7 +956,8 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
 class Corpus:
     """A tokenised corpus; its fields are listed above Batch. Arrays lie on disk, memory-mapped."""
     ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
-              "article": np.int32, "held_out": np.bool_, "text": np.uint8, "text_at": np.int64}
+              "article": np.int32, "held_out": np.bool_, "replaced": np.bool_, "text": np.uint8,
+              "text_at": np.int64}
 
     def __init__(self, folder):
         """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
@@ -956,24 +982,27 @@ class Corpus:
         self.maskable = np.isin(np.arange(self.vocab_size), [*self.words, self.special[UNK]])
 
     @staticmethod
-    def build(path, folder, tokenizer, passage_length, max_length, recipe=None, old=None):
+    def build(path, folder, tokenizer, passage_length, max_length, unseen=0.0, old=None,
+              replace=False, **about):
         """Tokenises a corpus file into a new folder, as a stream, and opens it.
 
-        recipe: a dictionary to keep in meta.json. old: a Corpus that comes first, unchanged; then
-        all that is new is held out, and texts that it has are left out. Raises UserError for a bad
-        line or no linked mention."""
-        part = f"{os.path.normpath(folder)}.part"
+        unseen: fraction of entities whose passages are all held out. old: a Corpus that comes
+        first; everything new is then held out. replace: new articles replace old ones of the same
+        title. about: more for meta.json. Raises UserError for a bad line or no linked mention."""
+        part = Path(f"{os.path.normpath(folder)}.part")
         if os.path.lexists(folder):
             raise UserError(f"{folder}: exists; choose another folder, or remove it")
-        remove(part)
-        os.makedirs(part)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         try:
-            about = write_arrays(path, part, tokenizer, passage_length, max_length, old)
+            writer = CorpusWriter(part, tokenizer, passage_length, max_length, unseen, old, replace)
+            about |= writer.write(path)
             number = tokenizer.get_vocab()
             Path(part, "vocab.txt").write_text("\n".join(sorted(number, key=number.get)), "utf-8")
-            commit_folder(part, folder, format=FORMAT, recipe=recipe, **about)
+            names = [f"{name}.bin" for name in Corpus.ARRAYS] + ["names.json", "vocab.txt"]
+            commit_folder(part, folder, names, format=FORMAT, **about)
         finally:
-            remove(part)
+            shutil.rmtree(part, ignore_errors=True)
         return Corpus(folder)
 
     def passage(self, p) -> Passage:
@@ -997,62 +1026,75 @@ class Corpus:
         left, right = text[max(0, start - width):start], text[end:end + width]
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
-def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
-    """The arrays of a Corpus, appended to files as they are read; returns what its meta.json says
-    of it. Only titles, entity names and counts are held in memory."""
-    special, titles, entities = special_ids(tokenizer), {}, {"": 0}
-    counts, dropped = Counter(), Counter()
-    if old is not None:
-        titles, entities = dict(old.article_index), dict(old.entity_index)
-        counts, dropped = Counter(old.meta["counts"]), Counter(old.meta["dropped"])
-        del counts["texts_already_there"]               # of an earlier append
-        for name in Corpus.ARRAYS:
-            shutil.copy(Path(old.folder, name + ".bin"), folder)
-        by_article = old.article.argsort(kind="stable")
+class CorpusWriter:
+    """Appends the texts of a corpus file to the arrays of a Corpus as they are read. Only titles,
+    entity names and counts are held in memory."""
+    def __init__(self, folder, tokenizer, passage_length, max_length, unseen, old, replace):
+        self.folder, self.tokenizer, self.special = folder, tokenizer, special_ids(tokenizer)
+        self.lengths, self.unseen, self.old = (passage_length, max_length), unseen, old
+        self.replace, self.replaced = replace, set()        # numbers of old articles
+        self.titles, self.entities = {}, {"": 0}            # "": mentions that are not linked
+        self.counts, self.dropped = Counter(), Counter()
+        if old is not None:
+            self.titles, self.entities = dict(old.article_index), dict(old.entity_index)
+            self.counts = Counter(old.meta["counts"])
+            self.dropped = Counter(old.meta["dropped"])
+            for name in Corpus.ARRAYS:
+                shutil.copy(Path(old.folder, name + ".bin"), folder)
 
-    def is_there(text):
-        """Whether `old` has this text, in the same article."""
-        number, wanted = old.article_index.get(text.title, -1), text.text.encode()
-        own = slice(*np.searchsorted(old.article, [number, number + 1], sorter=by_article))
-        return any(b - a == len(wanted) and old.text[a:b].tobytes() == wanted
-                   for a, b in old.text_at[by_article[own]])
+    def write(self, path) -> dict:
+        """Writes all texts; returns what meta.json says of them. Raises UserError."""
+        n_linked = self.counts["linked"]
+        with ExitStack() as stack:
+            self.files = {name: stack.enter_context(open(Path(self.folder, name + ".bin"), "ab"))
+                          for name in Corpus.ARRAYS}
+            for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False,
+                             disable=None):
+                self.write_text(text)
+        if self.counts["linked"] == n_linked:
+            raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
+        if self.replaced:
+            passages = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
+            with open(Path(self.folder, "replaced.bin"), "r+b") as file:
+                file.write(passages.tobytes())
+        counts, names = self.counts, json.dumps([list(self.titles), list(self.entities)])
+        counts["articles"], counts["entities"] = len(self.titles), len(self.entities) - 1
+        Path(self.folder, "names.json").write_text(names, "utf-8")
+        return {"counts": counts, "dropped": self.dropped}
 
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(open(Path(folder, name + ".bin"), "ab"))
-                 for name in Corpus.ARRAYS}
-        for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False, disable=None):
-            if old is not None and is_there(text):
-                counts["texts_already_there"] += 1
-                continue
-            encoding = tokenizer.encode(text.text, add_special_tokens=False)
-            is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0        # of the articles
-            split = text.split or ("held_out" if is_twentieth else "train")
-            held_out = old is not None or split == "held_out"
-            article = titles.setdefault(text.title, len(titles))
-            # The entity of number 0 is "", of mentions that are not linked.
-            entity = [entities.setdefault(m.entity or "", len(entities)) for m in text.mentions]
-            counts.update(texts=1, mentions_read=len(entity),
-                          texts_without_a_token=not encoding.ids)
-            text_from = files["text"].tell()
-            files["text"].write(text.text.encode())
-            for passage in encode_text(encoding, text.mentions, passage_length, max_length, special,
-                                       dropped):
-                linked = [entity[i] for i in passage.index]
-                m = len(linked)
-                counts.update(passages=1, passages_held_out=held_out, mentions=m,
-                              linked=sum(number > 0 for number in linked),
-                              tokens=len(passage.tokens) - 2 * m - 2)
-                arrays = dict(tokens=passage.tokens, mention_entity=linked, article=[article],
-                              mention_char=[text.mentions[i][:2] for i in passage.index],
-                              held_out=[held_out], text_at=[text_from, files["text"].tell()])
-                for name, values in arrays.items():
-                    files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
-    n_linked = old.meta["counts"]["linked"] if old is not None else 0
-    if counts["linked"] == n_linked and not counts["texts_already_there"]:
-        raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
-    counts["articles"], counts["entities"] = len(titles), len(entities) - 1
-    Path(folder, "names.json").write_text(json.dumps([list(titles), list(entities)]), "utf-8")
-    return {"counts": counts, "dropped": dropped}
+    def write_text(self, text):
+        """Writes the passages of a Text."""
+        if self.replace and text.title in self.old.article_index:
+            self.replaced.add(self.old.article_index[text.title])
+        encoding = self.tokenizer.encode(text.text, add_special_tokens=False)
+        article = self.titles.setdefault(text.title, len(self.titles))
+        entity = [self.entities.setdefault(m.entity or "", len(self.entities))
+                  for m in text.mentions]
+        self.counts.update(texts=1, mentions_read=len(entity),
+                           texts_without_a_token=not encoding.ids)
+        text_from = self.files["text"].tell()
+        self.files["text"].write(text.text.encode())
+        for passage in encode_text(encoding, text.mentions, *self.lengths, self.special,
+                                   self.dropped):
+            linked = [entity[i] for i in passage.index]
+            held_out = self.is_held_out(text, [text.mentions[i].entity for i in passage.index])
+            self.counts.update(passages=1, passages_held_out=held_out, mentions=len(linked),
+                               linked=sum(number > 0 for number in linked),
+                               tokens=len(passage.tokens) - 2 * len(linked) - 2)
+            arrays = dict(tokens=passage.tokens, mention_entity=linked, article=[article],
+                          mention_char=[text.mentions[i][:2] for i in passage.index],
+                          held_out=[held_out], replaced=[False],
+                          text_at=[text_from, self.files["text"].tell()])
+            for name, values in arrays.items():
+                self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
+
+    def is_held_out(self, text, names) -> bool:
+        """Whether a passage with these entities is held out: as the text says, or one article in
+        twenty; everything appended; passages that name an unseen entity."""
+        is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
+        split = text.split or ("held_out" if is_twentieth else "train")
+        is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)
+        return split == "held_out" or is_unseen or self.old is not None
 
 # ---------------------------------------------------------------- Wikipedia
 
@@ -1409,7 +1451,7 @@ def main() -> int:
     add[task]("paths", nargs="+", metavar="FILE")
     add[task]("--corpus", help="of questions: its entities are the answers")
     options = vars(parser.parse_args())
-    sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
+    print_any_text()
     read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
         out, read = options.get("out"), {os.path.realpath(path) for path in read}

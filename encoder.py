@@ -10,45 +10,48 @@ post-LN: LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end; d
 d_V = value_dim, d_C = coref_dim."""
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+def setting(default, allowed, text, since="batch-tome"):
+    """A dataclass field that is also a flag of train.py. allowed: (minimum, maximum), or the words
+    that it may be; text: its help; since: the first stage whose result depends on it."""
+    return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
+
 @dataclass
 class Config:
-    """The model's sizes and variants; the defaults are the paper's, where it gives
-    them (§4.1, app. A, app. C.1.4)."""
+    """The model's sizes and variants. The defaults are the paper's, where it gives them (§4.1, app.
+    A, C.1.4)."""
     vocab_size: int = 30522
-    hidden: int = 768
-    n_heads: int = 12
-    intermediate: int = 3072
-    max_positions: int = 512
-    dropout: float = 0.1
-    gelu: str = "tanh"          # "none" is the exact GELU; a loaded checkpoint decides
-    init_std: float = 0.02
-    # n_initial Transformer layers stand below the first memory layer, n_upper above it. The upper
-    # ones are divided equally among n_blocks TOMEBlocks (TOME-1: one of 8; TOME-2: two of 4). A
-    # single one (toy) cannot be: TOME-2 then has two a block (tome.split_into_blocks).
-    n_initial: int = 4
-    n_upper: int = 8
+    hidden: int = setting(768, (1, 10_000), "width of the Transformer")
+    n_heads: int = setting(12, (1, 1000), "attention heads")
+    intermediate: int = setting(3072, (1, 10**5), "width of the feed-forward layers")
+    max_positions: int = setting(512, (16, 10**5), "rows of the position embeddings")
+    dropout: float = setting(0.1, (0, 0.9), "dropout rate")
+    gelu: str = setting("tanh", ("tanh", "none"), "approximation of GELU; none: exact")
+    init_std: float = setting(0.02, (0, 1), "standard deviation of initial weights")
+    # TOME-1 has one TOMEBlock of n_upper layers, TOME-2 two of half as many (n_blocks). A single
+    # layer (preset toy) cannot be halved: TOME-2 then has two per block (tome.split_into_blocks).
+    n_initial: int = setting(4, (1, 100), "Transformer layers below the first memory layer")
+    n_upper: int = setting(8, (1, 100), "Transformer layers above the first memory layer")
     n_blocks: int = 1
-    # Sizes of keys, values and coreference encodings. k: memories that a mention attends to, the
-    # best of at least k_shard that each process offers; k_answer, k_answer_shard: those of eq. 10.
-    key_dim: int = 128
-    value_dim: int = 512
-    coref_dim: int = 512
-    k: int = 128
-    k_shard: int = 2
-    k_answer: int = 4096
-    k_answer_shard: int = 32
-    # What stands in the memory's place: "mentions" is TOME; the baselines are "entities", a trained
-    # EntityTable of n_entities rows, and "none", no memory layers.
-    memory: str = "mentions"
-    n_entities: int = 0         # rows of that table; "none" needs it to name answers (eq. 10)
-    precision: str = "bfloat16" # of products in training and encoding, see precision_on
+    key_dim: int = setting(128, (1, 10_000), "size of keys and queries, d_K")
+    value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
+    coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
+    k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
+    k_shard: int = setting(2, (1, 10**6), "memories that each process offers for them", "tome")
+    k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
+    k_answer_shard: int = setting(32, (1, 10**6), "memories that each process offers for them",
+                                  "tome")
+    memory: str = setting("mentions", ("mentions", "entities", "none"), "mentions: TOME; the "
+                          "baselines are entities (Entities as Experts) and none")
+    n_entities: int = 0         # rows of the baselines' EntityTable
+    precision: str = setting("bfloat16", ("bfloat16", "float32"), "of matrix products, on devices "
+                             "that are fast at it")
 
     @property
     def layers_per_block(self):

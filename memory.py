@@ -13,7 +13,7 @@ Four classes offer the same `attend`: BatchMemory, the mentions of the batch its
 teacher forcing (preset mini); EntityTable, a baseline.
 M is the number of mentions that ask, N that of memories, K that of retrieved ones."""
 import copy
-import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,57 +247,61 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
 # ==== Set apart: files ============================================================================
-# Plain .npy arrays by shard, here PASSAGES_PER_SHARD passages, not a process's part.
+# Plain .npy arrays. A shard has PASSAGES_PER_SHARD passages, and is not a process's part.
 
-def build_memory(encoder, corpus, folder, device, dtype, recipe, old_folder=None):
+def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
-    processes call it and share the shards, of PASSAGES_PER_SHARD passages. recipe: plain
-    values, kept in meta.json. old_folder: the memory that this encoder made of the corpus before
-    text was appended; its full shards are taken over. Raises UserError.
+    processes call it and share the shards. made_from: checksums {"corpus": …, "batch-tome": …}, for
+    meta.json. old_folder: the memory before text was appended, whose full shards are linked. Raises
+    UserError.
 
-    Each file is written whole, to a folder that is named after the encoder. So a shard whose files
-    are all there is done, and a build that was cut off goes on."""
+    Each file is written whole. A shard whose files are all there is done, so an interrupted build
+    continues."""
     rank, size = ann.rank_and_size()
-    part = Path(f"{folder}.{encoder.fingerprint[:8]}.part")
-    part.mkdir(parents=True, exist_ok=True)
+    folder, part = Path(folder), Path(f"{folder}.part")
+    if rank == 0:
+        start_part(part, made_from)
+    ann.barrier()
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
     n_old = data.open_folder(old_folder, "memory")["n_passages"] // each if old_folder else 0
     for shard in tqdm(range(rank, len(shards), size), "memory", unit=" shards", disable=rank > 0):
-        paths = [part / f"{name}-{shard:05d}.npy" for name in ARRAYS]
-        if all(path.exists() for path in paths):
+        names = [f"{name}-{shard:05d}.npy" for name in ARRAYS]
+        if all((part / name).exists() for name in names):
             continue
         if shard < n_old:
-            for path in paths:
-                source = Path(old_folder) / path.name
-                try:
-                    os.link(source, path)
-                except OSError:                                     # a disk without links
-                    data.write_file(path, lambda file: file.write(source.read_bytes()))
+            for name in names:
+                data.link(Path(old_folder, name), part / name)
             continue
         rows = encode_passages(encoder, corpus, shards[shard], device, dtype)
         if not (np.isfinite(rows["keys"]).all() and np.isfinite(rows["values"]).all()):
-            raise data.UserError("keys or values that are not finite; train batch-tome again with "
-                                 "a lower --lr, or use --set memory_dtype=float32")
-        for name, path in zip(ARRAYS, paths):
-            data.write_file(path, lambda file: np.save(file, rows[name]))
+            raise data.UserError("keys or values are not finite; train batch-tome again with a "
+                                 "lower --lr, or use --memory-dtype float32")
+        for array, name in zip(ARRAYS, names):
+            data.write_file(part / name, lambda file: np.save(file, rows[array]))
     ann.barrier()
     if rank == 0:
-        n = sum(len(np.load(path, "r")) for path in part.glob("entity-*.npy"))
-        data.commit_folder(part, folder, format=data.FORMAT, recipe=recipe, n=n,
-                           encoder=encoder.fingerprint, n_shards=len(shards), n_passages=n_passages)
+        names = [f"{name}-{shard:05d}.npy" for name in ARRAYS for shard in range(len(shards))]
+        n = sum(len(np.load(part / name, "r")) for name in names if name.startswith("entity-"))
+        (part / "made_from.json").unlink()
+        data.commit_folder(part, folder, names, format=data.FORMAT, made_from=made_from, n=n,
+                           n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
 
-def load_memory(folder, fingerprint=None, device="cpu"):
-    """This process's part of the table: shards rank, rank + size, … fingerprint: that of the
-    Mention Encoder that wrote it (app. B.6: TOME cannot learn to use another one's). Raises
-    UserError, also where a file's checksum differs."""
+def start_part(part, made_from):
+    """Empties a half-made memory, unless it is made from the same files."""
+    about = part / "made_from.json"
+    if not about.exists() or data.read_json(about) != made_from:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        data.write_json(about, made_from)
+
+def load_memory(folder, device="cpu"):
+    """(this process's part of the table, shards rank, rank + size, …; the checksums of what it was
+    made from). Raises UserError, also where a file's checksum differs."""
     rank, size = ann.rank_and_size()
-    about = data.open_folder(folder, "memory",      # "keys-00012.npy" is of shard 12
+    about = data.open_folder(folder, "memory",      # "keys-00012.npy" belongs to shard 12
                              lambda name: int(name[-9:-4]) % size == rank)
-    if fingerprint not in (None, about["encoder"]):
-        raise data.UserError(f"{folder} is of another mention encoder; remove it to make it again, "
-                             "and tome.pt, too, if that does not help")
     rows, shards = {}, range(rank, about["n_shards"], size)     # a process may have no shard
     for name in ARRAYS:
         def shard(i):               # one at a time: a file stays open as long as its array lives
@@ -307,4 +311,4 @@ def load_memory(folder, fingerprint=None, device="cpu"):
             rows[name] = np.empty((place[-1], *shard(0).shape[1:]), shard(0).dtype)
             for i, start, end in zip(shards, place, place[1:]):
                 rows[name][start:end] = shard(i)
-    return MentionMemory(**rows, device=device)
+    return MentionMemory(**rows, device=device), about["made_from"]

@@ -1,34 +1,25 @@
-"""The stages of training (paper §2.3, §2.4, §4.3, §4.4, app. A, B.1), and their one loop.
+"""The stages of training and their one loop (§2.3, §2.4, §4.3, §4.4, app. A, B.1).
 
-    stage        what learns                      from                   losses
+    stage        what is trained                  on                     losses
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
-    memory       nothing: the Mention Encoder reads the corpus; its keys and values are the memory
-    tome         TOME over that frozen memory     passages at random     MLM + entity prediction
-                                                                         (mini: + linking)
-    finetune     TOME over that frozen memory     claims and clozes,     labels; eq. 10 where asked
-                                                  or questions           for, + linking
+    memory       nothing: the Mention Encoder turns the corpus into the memory
+    tome         TOME over that frozen memory     random passages        MLM + entity prediction
+    finetune     TOME over that frozen memory     claims, or questions   labels, entity prediction
 
-A cloze is a true claim with one entity masked. Linking is entity prediction once more, from the
-queries of the last memory layer. On real text (preset mini) tome begins with teacher forcing: each
-mention is given memories of its own entity, and MLM is the only loss. In the later steps half of
-the mentions are still given them, and the others search.
-
-    python train.py --stage tome                                all but finetune, on the toy world
+    python train.py --stage tome                                everything before finetune, toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
-    torchrun --nproc_per_node 2 train.py --stage tome           the same work, in two processes
+    torchrun --nproc_per_node 2 train.py --stage tome           the same work in two processes
 
-A stage runs the unfinished ones before it first, and goes on where it stopped. Every batch, mask
-and dropout of a step follows from (seed, stage, step, process) alone: a run that was cut off and
-taken up again ends, on a CPU, with the same bits.
+A stage first runs the stages before it that have no result yet, and continues where it stopped. The
+batch, masks and dropout of a step depend on (seed, stage, step, process) alone, so an interrupted
+and resumed run is bit-identical on a CPU.
 
-H (B, T, hidden) is the last block's output, z a mention's encoding, for eq. 10 or for coreference
-(app. A.2), `memory` a MentionMemory or a baseline's EntityTable. In order: settings, the stages,
-the loop, initial weights, what is measured; then files of examples, the run folder and the command
-line.
+Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
+mentions. `memory` is a MentionMemory, or the EntityTable of a baseline. The file contains, in this
+order: settings, the stages, the loop, initial weights, evaluation during training, examples; then
+presets, the run folder and the command line.
 """
 import argparse
-import fcntl
-import hashlib
 import json
 import os
 import re
@@ -36,15 +27,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 import zlib
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -55,121 +46,111 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision, precision_on, weights_file
+from encoder import Config, beside, low_precision, precision_on, setting, weights_file
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
                   share_of_mean, split_into_blocks, start_positions)
 
-# Entities are seen: linked in a training passage; unseen: in none; or withheld: linked there, but
-# named by no loss of pre-training, and not in the memory that tome trains with.
-GROUPS = ("seen", "unseen", "withheld")
+GROUPS = ("seen", "unseen")     # entities that training passages link, and all others (§4.5)
 
 @dataclass
 class Schedule:
-    """How long and how fast a stage learns; --steps, --batch and --lr replace its fields."""
+    """How long and how fast a stage trains; --steps, --batch and --lr replace its fields."""
     steps: int
     lr: float
-    warmup: int             # steps of linear warm-up, at most a tenth; linear decay to zero follows
-    batch: int              # passages or examples a step, of all processes; claims add clozes
+    warmup: int             # steps of linear warm-up, at most a tenth; then linear decay to zero
+    batch: int              # passages or examples per step; claims come with as many clozes
 
 @dataclass
 class Settings:
-    """All settings of a run but those of its model (encoder.Config). The defaults are the paper's,
-    where it gives them (app. A, B.1)."""
-    passage_length: int = 128       # tokens of text
-    max_length: int = 512           # at most so many positions: text, markers, [CLS] and [SEP]
-    vocab: int = 30522              # WordPiece entries, where the tokenizer is trained here
-    cluster: int = 256              # related passages that stand together (app. A.1)
-    mentions: int = 24              # at most, per passage on average; of more, a sample is used
-    mention_rate: float = 0.2       # share of mentions that are drawn to be masked
-    token_rate: float = 0.1         # share of other tokens that are masked
-    coref_weight: float = 0.15      # of coreference in batch-tome; MLM has the rest
-    entity_weight: float = 0.15     # of entity prediction in tome; MLM has the rest
-    coref_entities: int = 1_000_000     # coreference only over the most frequent entities
-    memory_fraction: float = 38 / 150   # of the memory, in stage tome (§4.1)
-    memory_dtype: str = "float16"
-    beta2: float = 0.999
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    # From here on what the paper lacks, and `schedule` (with steps of our own for claims and qa).
-    memory_from: float = 0.0        # share of batch-tome's steps before fit_retrieval runs and the
-                                    # memory is switched on; 0: it is on at once, nothing is fitted
-    fit_passages: int = 4000        # passages that fit_retrieval reads
-    all_of_entity: int = 0          # 1: with a masked mention all of its entity in the passage
-    withheld: float = 0.0           # share of entities that pre-training does not name, to be
-                                    # evaluated on
-    lower_rate: float = 1.0         # multiple of the learning rate for embeddings and layers below
-                                    # the memory: in every stage with --init, else in fine-tuning
-    cloze_weight: float = 0.3       # of each of the two losses of clozes; that of labels is 1
-    k_finetune: int = 4096          # memories that eq. 10 compares in fine-tuning, in place of
-                                    # k_answer: an answer that is not among them teaches nothing
-    linking_weight: float = 0.0     # of linking in tome (of Entities as Experts: entity_weight)
-    teacher_forcing: float = 0.0    # share of tome's steps, the first ones, that learn to read
-                                    # memories which are given (memory.GivenMemory)
-    still_given: float = 0.0        # share of mentions that are given memories in all later steps
-    log_every: int = 1000           # steps between evaluations, and lines of the log
-    save_every: int = 1000
-    eval_mentions: int = 1000       # of each of GROUPS
+    """The settings of a run other than the model's (encoder.Config). The defaults are the paper's
+    where it gives them (app. A, B.1). Each is a flag: --passage-length 64."""
+    passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
+    max_length: int = setting(512, (16, 10**6), "positions per passage: text, markers, [CLS], "
+                              "[SEP]", "corpus")
+    vocab: int = setting(30522, (200, 10**6), "size of a WordPiece vocabulary trained here",
+                         "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities whose passages are all held out "
+                            "of training (§4.5)", "corpus")
+    cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
+    max_mentions: int = setting(24, (1, 10**6), "mentions per passage, on average over a batch; "
+                                "a batch with more uses a sample")
+    mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
+    token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
+    coref_weight: float = setting(0.15, (0, 1), "weight of the coreference loss; MLM has the rest")
+    coref_entities: int = setting(1_000_000, (1, 10**9), "coreference only over this many most "
+                                  "frequent entities")
+    beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
+    weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
+    clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
+    memory_dtype: str = setting("float16", ("float16", "float32"), "type of keys and values on "
+                                "disk", "memory")
+    memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used in stage tome "
+                                     "(§4.1)", "tome")
+    entity_weight: float = setting(0.15, (0, 1), "weight of entity prediction in stage tome; MLM "
+                                   "has the rest", "tome")
+    # From here on: what the paper does not have.
+    memory_from: float = setting(0.0, (0, 0.99), "fraction of the steps of batch-tome after which "
+                                 "fit_retrieval runs and the memory is switched on; 0: it is on "
+                                 "from the first step and nothing is fitted")
+    fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
+    all_of_entity: int = setting(0, (0, 1), "if 1, also mask all other mentions of a masked "
+                                 "mention's entity in the passage")
+    lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
+                                    "below the memory, in fine-tuning and with --init")
+    linking_weight: float = setting(0.0, (0, 1), "weight of entity prediction from the queries of "
+                                    "the last memory layer, in stage tome", "tome")
+    teacher_forcing_steps: float = setting(0.0, (0, 1), "fraction of the steps of stage tome, the "
+                                           "first ones, in which every mention is given memories "
+                                           "of its entity", "tome")
+    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
+                                          "memories in the steps after that", "tome")
+    cloze_weight: float = setting(0.3, (0, 100), "weight of each loss of clozes; labels have 1",
+                                  "finetune")
+    k_finetune: int = setting(4096, (1, 10**6), "memories that eq. 10 compares in fine-tuning, in "
+                              "place of k_answer; an answer not among them gives no gradient",
+                              "finetune")
+    log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
+    save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
+    eval_mentions: int = setting(1000, (1, 10**6), "masked mentions per evaluation, seen and "
+                                 "unseen each", "finetune")
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
         "claims": Schedule(20_000, 1e-5, 1000, 32), "qa": Schedule(20_000, 1e-5, 1000, 32)})
 
-# What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
-# Their models are small and their steps few, so rates are six to a hundred times the paper's.
-# Each process offers all k, so that the search is exact whatever their number.
-SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-             k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64,
-             memory_fraction=1.0, memory_dtype="float32", beta2=0.98)
-PRESETS = {
-    "base": data.TEXT_PRESETS["base"],
-    "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
-        hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
-        n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing=0.29,
-        still_given=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07, lower_rate=0.25,
-        log_every=200, save_every=100, eval_mentions=100, schedule={
-            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
-            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
-    "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
-        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.3, fit_passages=768, lower_rate=0.1, precision="float32",
-        log_every=200, save_every=200, eval_mentions=100, schedule={
-            "batch-tome": Schedule(2900, 2e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
-            "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
-}
+@dataclass
+class Plan(Schedule):
+    """A stage as it is trained; stored in the stage's file."""
+    kind: str = "batch-tome"        # or "tome", "claims", "qa"
+    blocks: int = 1                 # TOME-1 or TOME-2
+    n_search: int | None = None     # search in this many buckets; None: exactly
+    start: list | None = None       # --start: [[path, checksum]] or [["scratch", 0]]
+    examples: list | None = None    # --examples and its dev files: [path, checksum] of each
+
+    @property
+    def name(self):
+        """The name of its result, without ".pt": "batch-tome", "tome-1", "qa-2"."""
+        return self.kind if self.kind == "batch-tome" else f"{self.kind}-{self.blocks}"
+
+    @property
+    def stage(self):
+        """The flags that name it on the command line."""
+        blocks = " --blocks 2" if self.blocks == 2 else ""
+        task = self.kind in ("claims", "qa")
+        return (f"finetune --task {self.kind}" if task else self.kind) + blocks
 
 # ---- The stages ----------------------------------------------------------------------------------
-# Each but `memory` (memory.encode_passages) is a model, its batches and its losses; one loop,
-# further down, serves all. A loss is this process's part of the mean over the whole batch: the sum
-# of all processes' gradients is then the gradient of the whole batch, whatever their number.
+# A stage has a model, batches and losses; one loop, further down, serves all of them. (Stage
+# `memory` trains nothing: memory.build_memory.) Each loss is this process's share of the mean over
+# the whole batch, so the gradients of all processes add up to the gradient of the whole batch.
 #
-# `run` is an open run folder (class Run, below):
-#
-#     settings, config, seed      Settings; Config (batch_tome_config: with one memory layer;
-#                                 task_config: eq. 10 over k_finetune memories)
-#     corpus, tokenizer, device
-#     is_withheld, entity_group   (E,) of entities: whether withheld; index into GROUPS
-#     init, has_batch_tome        a path to published weights; whether these are a BATCH-TOME's
-#     is_baseline                 it has no mention memory
-#     out, saved, folder(kind)    its folder; what run.json holds; where a corpus or memory lies
-#
-# `recipe` is a plain dictionary of all that determines a stage's result: kind (the stage's name:
-# "batch-tome", "tome", "claims" or "qa"), steps, lr, batch, …
-
-class Stage(NamedTuple):
-    """What train_stage asks of a stage."""
-    model: torch.nn.Module
-    next_batch: Callable            # step -> Batch of all processes
-    losses: Callable                # Batch of this process, step -> {name: (weight, loss)}
-    evaluate: Callable              # () -> figures for the log. Where one of them is "score" (in
-                                    # fine-tuning), the weights of its best value are kept
-    fingerprint: str = None         # of the Mention Encoder that wrote the memory, if one did
-    before_step: Callable = lambda step: None
+# `run` is an open run folder (class Run, below): run.settings, run.config, run.seed, run.corpus,
+# run.tokenizer, run.device, run.entity_group (E,) index into GROUPS, run.is_baseline.
 
 def endless(order):
-    """at(step, n): the n items of a step, out of order(0), order(1), … joined. order(epoch) is an
+    """at(step, n): the n items of a step out of order(0), order(1), … joined. order(epoch) is an
     array of items; all have one length. Computed from the step, so no position is saved."""
     order = lru_cache(maxsize=3)(order)         # the first one, for its length, and those of a step
     def at(step, n):
@@ -178,371 +159,451 @@ def endless(order):
     return at
 
 def epochs_of(run, number, items):
-    """Epochs of these items in random order. number: which of the run's random streams this is."""
+    """Epochs of these items in random order. number: which of the run's random streams."""
     return endless(lambda epoch: np.random.default_rng([run.seed, number, epoch])
                    .permutation(items))
 
 def masked_batch(run, passages, number, step):
-    """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
+    """A batch for MLM, in which whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
     return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                           settings.mentions, run.is_withheld, settings.all_of_entity)
+                           settings.max_mentions, all_of_entity=settings.all_of_entity)
 
 def training_passages(run):
-    """Numbers of the passages that have a linked mention and are not held out."""
+    """Numbers of the passages that have a linked mention and are not held out. Raises UserError."""
     passages = run.corpus.passage_of(np.flatnonzero(run.corpus.mention_entity))
     passages = np.unique(passages[~run.corpus.held_out[passages]])
     if not len(passages):
-        raise UserError(f"{run.saved['corpus']}: all passages with a linked mention are held out, "
-                        "none is left to train on; add texts with \"split\": \"train\"")
+        raise UserError(f"{run.folder('corpus')}: all passages with a linked mention are held out, "
+                        "so there is nothing to train on; add texts with \"split\": \"train\"")
     if len(passages) < ann.rank_and_size()[1]:
         raise UserError(f"there are fewer passages to train on than processes; start at most "
                         f"{len(passages)}")
     return passages
 
-def batch_tome_stage(run, recipe):
-    """Mention Encoder and BATCH-TOME, on related passages (§2.3, app. A.1)."""
-    settings, corpus = run.settings, run.corpus
-    passages = training_passages(run)
+def refuse_large_batch(plan, n):
+    """Raises UserError for a batch of far more than all n items."""
+    if plan.batch > max(n, 4096):
+        raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
-    def clusters(epoch):
-        """Numbers of an epoch's passages, cluster after cluster."""
-        found = data.related_clusters(corpus, settings.cluster, run.seed * 1000 + epoch, passages)
+class BatchTOMEStage:
+    """Mention Encoder and BATCH-TOME on related passages (§2.3, app. A.1)."""
+    def __init__(self, run, plan):
+        self.run, self.plan, corpus = run, plan, run.corpus
+        self.passages = training_passages(run)
+        refuse_large_batch(plan, len(self.passages))
+        self.items = endless(self.clusters)
+        self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
+        self.support = supporting_passages(corpus, self.eval_mentions)
+        count, n = corpus.entity_count, min(run.settings.coref_entities, len(corpus.entity_count))
+        least = max(1, np.sort(count)[-n])
+        self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
+        is_begun = run.path(plan).exists()              # then its weights come from the checkpoint
+        self.model = BatchTOME(TOME(run.batch_tome_config)) if is_begun \
+            else new_batch_tome(run, run.seed)
+        # From this step on the memory is used.
+        share = run.settings.memory_from
+        self.fit_step = max(1, int(plan.steps * share)) if share else 0
+
+    def clusters(self, epoch):
+        """The passages of an epoch, cluster after cluster."""
+        size, seed = self.run.settings.cluster, self.run.seed
+        found = data.related_clusters(self.run.corpus, size, seed * 1000 + epoch, self.passages)
         if len(found) > 1:
-            found = [c for c in found if len(c) == settings.cluster]    # the last may be smaller
-        order = np.random.default_rng([run.seed, epoch]).permutation(len(found))
+            found = [c for c in found if len(c) == size]            # the last may be smaller
+        order = np.random.default_rng([seed, epoch]).permutation(len(found))
         return np.concatenate([found[i] for i in order])
 
-    items = endless(clusters)
-    mentions = sample_eval_mentions(run, settings.eval_mentions)
-    support = supporting_passages(corpus, mentions)
-    # Coreference is only over the most frequent entities that are not withheld.
-    count = corpus.entity_count
-    least = max(1, np.sort(count)[-min(settings.coref_entities, len(count))])
-    frequent = torch.from_numpy((count >= least) & ~run.is_withheld).to(run.device)
-    is_begun = (run.out / "batch-tome.pt").exists()         # then its weights come from there
-    model = BatchTOME(TOME(run.batch_tome_config)) if is_begun else new_batch_tome(run, run.seed)
-    # From this step on, the memory is on.
-    fit_step = max(1, int(recipe["steps"] * settings.memory_from)) if settings.memory_from else 0
+    def next_batch(self, step):
+        return masked_batch(self.run, self.items(step, self.plan.batch), 1, step)
 
-    def evaluate():
-        """Over a small memory, for speed. It is attended to here before the fit, too. No loss
-        trains the answer head in this stage, so "entity" and "recall@20" say little."""
-        rank, size = ann.rank_and_size()
-        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
-        memory = MentionMemory(**rows, device=run.device)
-        return masked_mentions(run, model.tome, memory, mentions)[0]
-
-    def before_step(step):
-        """At fit_step, fit_retrieval sets the retrieval layers in closed form: freshly initialised
-        ones would find nothing. Prints the attention before and after."""
-        if step == fit_step > 0:
-            say_figures(evaluate(), f"batch-tome {step}, before the fit ")
-            sample = np.random.default_rng(run.seed).permutation(passages)[:settings.fit_passages]
-            rng = np.random.default_rng([run.seed, 7])
-            batches = []
-            for part in np.array_split(sample, -(-len(sample) // 32)):
-                batch = data.make_batch(corpus, part, rng, mention_rate=0.5, token_rate=0.1,
-                                        max_mentions=None, is_withheld=run.is_withheld)
-                batch.entity[run.is_withheld[batch.entity.numpy()]] = 0     # not linked for the fit
-                batches.append(batch.to(run.device))
-            fit_retrieval(model.eval(), batches)
-            ann.copy_from_first(model.parameters())
-            say_figures(evaluate(), f"batch-tome {step}, after the fit ")
-            model.train()
-
-    def losses(batch, step):
+    def losses(self, batch, step):
         """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
         its passage says about the entity; without it TOME loses 2 to 8 points (app. B.5). Before
-        the fit it is also applied to H0, from which queries are made: there a masked mention must
-        already know whom to look for."""
-        if step < fit_step:
+        the fit it is also applied to H0, from which queries are made: a masked mention must already
+        encode there which entity it belongs to."""
+        model = self.model
+        if step < self.fit_step:
             H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
             H, _ = model.tome.read_blocks(H0, batch.attention_mask)
             outputs = [H0, H]
         else:
             H, _ = model(batch)
             outputs = [H]
-        entity = torch.where(frequent[batch.entity], batch.entity, 0)
+        entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
                                   batch.passage) for output in outputs]
         logits = model.tome.mlm_logits(H, batch.is_target)
         mlm = mlm_loss(logits, batch.unmasked[batch.is_target])
-        return {"mlm": (1 - settings.coref_weight, mlm),
-                "coref": (settings.coref_weight, sum(coref) / len(coref))}
+        weight = self.run.settings.coref_weight
+        return {"mlm": (1 - weight, mlm), "coref": (weight, sum(coref) / len(coref))}
 
-    return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 1, step),
-                 losses, evaluate, before_step=before_step)
+    def before_step(self, step):
+        """At fit_step, sets the retrieval layers in closed form, since freshly initialised ones
+        retrieve nothing useful. Prints the attention before and after."""
+        if step != self.fit_step or step == 0:
+            return
+        run, rng = self.run, np.random.default_rng([self.run.seed, 7])
+        say_figures(self.evaluate(), f"batch-tome {step}, before the fit ")
+        sample = np.random.default_rng(run.seed).permutation(self.passages)
+        sample = sample[:run.settings.fit_passages]
+        batches = [data.make_batch(run.corpus, part, rng, mention_rate=0.5, token_rate=0.1,
+                                   max_mentions=None).to(run.device)
+                   for part in np.array_split(sample, -(-len(sample) // 32))]
+        fit_retrieval(self.model.eval(), batches)
+        ann.copy_from_first(self.model.parameters())
+        say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
+        self.model.train()
 
-def tome_stage(run, recipe, start=None):
-    """TOME over the frozen memory, on passages at random (§2.4)."""
-    weight, config = run.settings.entity_weight, run.config
-    if run.is_baseline:             # without a stage batch-tome: its steps are this one's, too
-        batch_tome, fingerprint = new_batch_tome(run, run.seed), None
-    else:
-        batch_tome, _ = load_model(run, "batch-tome")
-        fingerprint = batch_tome.encoder.fingerprint
-    model = TOME(config).to(run.device)
-    model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
-    start_from(run, model, start)
-    memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
-    is_withheld = torch.from_numpy(run.is_withheld).to(run.device)
-    forcing = still_given = 0
-    if not run.is_baseline:
-        training_memory = training_memory.sample(run.settings.memory_fraction, run.seed)
-        if is_withheld.any():
-            # Memories of withheld entities, never right, would teach queries not to find them.
-            training_memory = training_memory.select(~is_withheld[training_memory.entity])
-        forcing, still_given = run.settings.teacher_forcing, run.settings.still_given
-    if forcing or still_given:
-        given = GivenMemory(training_memory, len(run.corpus.entity_names))
-    items = epochs_of(run, 2, training_passages(run))
-    mentions = sample_eval_mentions(run, run.settings.eval_mentions)
-    linking_weight = weight if run.is_baseline else run.settings.linking_weight
+    def evaluate(self):
+        """masked_mentions over a small memory, for speed. This stage does not train the head of
+        eq. 10, so "entity" and "recall@20" mean little here."""
+        rank, size = ann.rank_and_size()
+        rows = encode_passages(self.model.encoder, self.run.corpus, self.support[rank::size],
+                               self.run.device)
+        memory = MentionMemory(**rows, device=self.run.device)
+        return masked_mentions(self.run, self.model.tome, memory, self.eval_mentions)[0]
 
-    def losses(batch, step):
-        """A mention never retrieves from its own passage: its memory there was made of the unmasked
-        text and would give the answer away.
+class TOMEStage:
+    """TOME over the frozen memory, on random passages (§2.4)."""
+    def __init__(self, run, plan):
+        self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
+        if run.is_baseline:             # it has no stage batch-tome: its steps are part of this one
+            batch_tome = new_batch_tome(run, run.seed)
+        else:
+            batch_tome = load_model(run, "batch-tome")
+        self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
+        start_from(run, self.model, plan)
+        self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
+        if not run.is_baseline:
+            self.training_memory = self.training_memory.sample(run.settings.memory_fraction,
+                                                               run.seed)
+        passages = training_passages(run)
+        refuse_large_batch(plan, len(passages))
+        self.items = epochs_of(run, 2, passages)
+        self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
-        Teacher forcing: while all linked mentions are given memories, the layers below stand still
-        (but for the word embeddings, which are the MLM head's, too). Later a share of them are, or
-        reading is unlearnt again: attention rarely finds the entity (on real text a tenth of a
-        masked mention's)."""
-        all_given = step < forcing * recipe["steps"]
-        given_share = 1.0 if all_given else still_given
-        named = torch.where(is_withheld[batch.entity], 0, batch.entity)     # 0: no loss names it
-        asked_for, attended = named, training_memory        # asked_for: by eq. 10
-        if given_share > 0:
-            is_given = torch.rand(len(named), device=named.device) < given_share
-            given.wanted, given.others_search = torch.where(is_given, named, 0), not all_given
-            asked_for = torch.where(is_given, 0, named)     # a given one's z has read the answer
-            attended = given
-        with torch.set_grad_enabled(not all_given):
-            H0 = model.read_initial(batch.tokens, batch.attention_mask)
-        H, retrieved = model.read_blocks(H0, batch.attention_mask, batch, attended)
-        mlm = mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
-        if all_given:
-            return {"mlm": (1.0, mlm)}
-        asked = asked_for > 0
-        found = retrieve_answer(model, H, batch, training_memory, asked)
-        entity = entity_prediction_loss(found.scores, found.entity, asked_for[asked])
-        result = {"mlm": (1 - weight, mlm), "entity": (weight, entity)}
-        # The same for the queries of the last memory layer. (The paper does not speak of it; its
-        # code has such a loss, "el_im_weight".) TOME-1's query is made before anything is read:
-        # there mentions that are given memories count, too.
-        if linking_weight and retrieved[-1] is not None:
-            # given.found: what would have been found by a search
-            found = given.found if given_share > 0 else retrieved[-1]
-            linked_to = named if config.n_blocks == 1 else asked_for
-            linking = entity_prediction_loss(found.scores, found.entity, linked_to)
+    def next_batch(self, step):
+        return masked_batch(self.run, self.items(step, self.plan.batch), 3, step)
+
+    def losses(self, batch, step):
+        """MLM and entity prediction. A mention never retrieves from its own passage: its memory
+        there was made from the unmasked text and would give the answer away."""
+        H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
+        return self.weighted(batch, H, batch.entity, retrieved[-1], batch.entity)
+
+    def weighted(self, batch, H, entity, last, linked):
+        """{loss: (weight, value)}. entity (M,): what eq. 10 has to predict; 0: nothing. last,
+        linked (M,): what the last memory layer retrieved, and the entity that it should retrieve
+        (the paper does not mention this loss; its code has it as "el_im_weight")."""
+        settings = self.run.settings
+        mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
+        asked = entity > 0
+        found = retrieve_answer(self.model, H, batch, self.training_memory, asked)
+        prediction = entity_prediction_loss(found.scores, found.entity, entity[asked])
+        weight = settings.entity_weight
+        result = {"mlm": (1 - weight, mlm), "entity": (weight, prediction)}
+        linking_weight = weight if self.run.is_baseline else settings.linking_weight
+        if linking_weight and last is not None:
+            linking = entity_prediction_loss(last.scores, last.entity, linked)
             result["linking"] = (linking_weight, linking)
         return result
 
-    return Stage(model, lambda step: masked_batch(run, items(step, recipe["batch"]), 3, step),
-                 losses, lambda: masked_mentions(run, model, memory, mentions)[0], fingerprint)
+    def before_step(self, step):
+        pass
 
-def finetune_stage(run, recipe, start=None, examples=None):
+    def evaluate(self):
+        return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
+
+class TeacherForcedTOMEStage(TOMEStage):
+    """TOME that is given memories of the right entity (memory.GivenMemory), so that it learns to
+    read memories before its attention finds them; preset mini. On real text attention rarely finds
+    the entity of a masked mention."""
+    def __init__(self, run, plan):
+        super().__init__(run, plan)
+        self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
+
+    def losses(self, batch, step):
+        """In the first steps every linked mention is given memories, and only the layers above the
+        memory learn, except that the MLM head shares the word embeddings. Later a fraction of the
+        mentions is given memories, since otherwise the model unlearns to read them."""
+        settings, model = self.run.settings, self.model
+        is_first_part = step < settings.teacher_forcing_steps * self.plan.steps
+        rate = 1.0 if is_first_part else settings.teacher_forcing_rate
+        is_given = torch.rand(len(batch.entity), device=batch.entity.device) < rate
+        self.given.wanted = torch.where(is_given, batch.entity, 0)
+        self.given.others_search = not is_first_part
+        with torch.set_grad_enabled(not is_first_part):
+            H0 = model.read_initial(batch.tokens, batch.attention_mask)
+        H, _ = model.read_blocks(H0, batch.attention_mask, batch, self.given)
+        if is_first_part:
+            logits = model.mlm_logits(H, batch.is_target)
+            return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
+        # The encoding of a mention that was given memories has read the answer, so eq. 10 is not
+        # asked for it. TOME-1's query is made before anything is read, so it always learns.
+        asked = torch.where(is_given, 0, batch.entity)
+        linked = batch.entity if self.run.config.n_blocks == 1 else asked
+        return self.weighted(batch, H, asked, self.given.found, linked)
+
+class FinetuneStage:
     """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]);
-    app. B.1. start, examples: paths.
+    app. B.1.
 
-    Each batch of claims adds equally many clozes: true claims with one entity masked, which has to
-    be found. Labels alone do not teach what to retrieve where a claim takes two facts."""
-    task = recipe["kind"]
-    model, fingerprint = load_model(run)
-    model.config = run.task_config
-    memory, training_memory = open_memory(run, model, fingerprint, recipe["n_search"])
-    start_from(run, model, start)
-    path = examples or toy_file(run, task, split="train")
-    training, dev = read_task_examples(run, task, path)
-    clozes = []
-    if task == "claims":
-        # Labels that no example has are ruled out: they need not be unlearnt, and are never given.
-        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in training}
-        bias = model.claim.bias.data
+    Each batch of claims comes with as many clozes: true claims in which one entity is masked and
+    has to be predicted. Labels alone do not teach what to retrieve where a claim needs two facts."""
+    def __init__(self, run, plan):
+        self.run, self.plan, self.task = run, plan, plan.kind
+        self.model = load_model(run, "tome")
+        self.model.config = run.task_config
+        start_from(run, self.model, plan)
+        self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
+        self.training, self.dev = read_task_examples(run, plan)
+        refuse_large_batch(plan, len(self.training))
+        self.clozes = []
+        if self.task == "claims":
+            self.rule_out_absent_labels()
+            if run.settings.cloze_weight:
+                rng = np.random.default_rng([run.seed, 6])
+                self.clozes = [cloze for example in self.training
+                               for cloze in clozes_of(run, example, rng)]
+        self.items = epochs_of(run, 4, len(self.training))
+        self.cloze_items = epochs_of(run, 5, len(self.clozes))
+
+    def rule_out_absent_labels(self):
+        """Labels without an example get a bias of -1e4, so that they are never predicted."""
+        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in self.training}
+        bias = self.model.claim.bias.data
         bias[bias < -1e3] = 0               # where the weights of --start ruled them out
         bias[list(absent)] = -1e4
-        if run.settings.cloze_weight:
-            rng = np.random.default_rng([run.seed, 6])
-            clozes = [cloze for example in training for cloze in clozes_of(run, example, rng)]
-    weight = 1.0 if task == "qa" else run.settings.cloze_weight         # of asking for an entity
-    items = epochs_of(run, 4, len(training))
-    cloze_items = epochs_of(run, 5, len(clozes))
 
-    def next_batch(step):
-        """Examples, and behind them equally many clozes."""
-        chosen = [training[i] for i in items(step, recipe["batch"])]
-        if clozes:
-            chosen += [clozes[i] for i in cloze_items(step, recipe["batch"])]
-        return examples_batch(run, task, chosen)
+    def next_batch(self, step):
+        """Examples, followed by as many clozes."""
+        chosen = [self.training[i] for i in self.items(step, self.plan.batch)]
+        if self.clozes:
+            chosen += [self.clozes[i] for i in self.cloze_items(step, self.plan.batch)]
+        return examples_batch(self.run, self.task, chosen)
 
-    def losses(batch, step):
-        """Labels of claims from the mean of their mentions (claim_logits). Answers, also of clozes,
-        by eq. 10 with z of the answer head ("answer"), and over what the last memory layer found
-        ("linking"): so it learns what to retrieve."""
-        H, retrieved = model(batch.tokens, batch.attention_mask, batch, training_memory)
+    def losses(self, batch, step):
+        """Labels of claims from the mean of their mentions (claim_logits). Answers, also those of
+        clozes, by eq. 10 ("answer") and from what the last memory layer retrieved ("linking"),
+        which teaches it what to retrieve."""
+        H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
         result = {}
-        if task == "claims":
+        if self.task == "claims":
             known = batch.label >= 0
-            logits = claim_logits(model, H, batch)[known].float()
+            logits = claim_logits(self.model, H, batch)[known].float()
             wrong = F.cross_entropy(logits, batch.label[known], reduction="none")
             result["claims"] = (1.0, share_of_mean(wrong))
-        if task == "qa" or clozes:
+        if self.task == "qa" or self.clozes:
+            weight = 1.0 if self.task == "qa" else self.run.settings.cloze_weight
             asked = batch.answer > 0
-            answer = batch.answer[asked]
-            found = retrieve_answer(model, H, batch, training_memory, asked)
+            answer, last = batch.answer[asked], retrieved[-1]
+            found = retrieve_answer(self.model, H, batch, self.training_memory, asked)
             result["answer"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
-            if (last := retrieved[-1]) is not None:
+            if last is not None:
                 linking = entity_prediction_loss(last.scores[asked], last.entity[asked], answer)
                 result["linking"] = (weight, linking)
         return result
 
-    return Stage(model, next_batch, losses, lambda: {
-        "score": task_accuracy(run, model, task, dev, memory)["accuracy"]}, fingerprint)
+    def before_step(self, step):
+        pass
 
-STAGES = {"batch-tome": batch_tome_stage, "tome": tome_stage, "claims": finetune_stage,
-          "qa": finetune_stage}
+    def evaluate(self):
+        """The accuracy on dev; the loop keeps the weights with the best "score"."""
+        found = task_accuracy(self.run, self.model, self.task, self.dev, self.memory)
+        return {"score": found["accuracy"]}
+
+def new_stage(run, plan):
+    """The stage object of a plan."""
+    if plan.kind == "batch-tome":
+        return BatchTOMEStage(run, plan)
+    if plan.kind in ("claims", "qa"):
+        return FinetuneStage(run, plan)
+    forced = run.settings.teacher_forcing_steps or run.settings.teacher_forcing_rate
+    return (TeacherForcedTOMEStage if forced and not run.is_baseline else TOMEStage)(run, plan)
 
 # ---- The loop ------------------------------------------------------------------------------------
-# A checkpoint holds weights, the optimizer's state and the step, and nothing random: batches, masks
-# and dropout are seeded by the step. Losses and weights that are not numbers are never saved.
+# An unfinished checkpoint contains weights, the optimizer's state and the step, and nothing random,
+# since batches, masks and dropout are seeded by the step. A finished one contains weights only.
+# Losses and weights that are not finite are never saved.
 
 def optimizer_for(run, model, kind):
-    """AdamW; no weight decay on layer norms and biases (app. A). With --init, and in fine-tuning,
-    embeddings and layers below the memory learn at lower_rate. These make the queries, which two
-    facts need; one hardly does, so training on both may wear them away before two are learnt."""
+    """AdamW, without weight decay on layer norms and biases (app. A). Embeddings and layers below
+    the memory learn at lower_lr_scale in fine-tuning and with --init. These layers produce the
+    queries. Two-hop examples depend on them and one-hop examples hardly do, so mixed training can
+    damage them before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
-        rate = run.settings.lower_rate if is_lower and is_lowered else 1.0
+        scale = run.settings.lower_lr_scale if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
-        group = {"params": [], "rate": rate, "weight_decay": decay}
-        groups.setdefault((rate, decay), group)["params"].append(parameter)
+        group = {"params": [], "scale": scale, "weight_decay": decay}
+        groups.setdefault((scale, decay), group)["params"].append(parameter)
     return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
-def learning_rate(recipe, step):
+def learning_rate(plan, step):
     """Linear warm-up, then linear decay to zero."""
-    steps, warmup = recipe["steps"], recipe["warmup"]
-    return recipe["lr"] * min((step + 1) / max(warmup, 1), (steps - step) / (steps - warmup))
+    decay = (plan.steps - step) / (plan.steps - plan.warmup)
+    return plan.lr * min((step + 1) / max(plan.warmup, 1), decay)
 
-def train_step(run, stage, recipe, optimizer, step):
-    """One step. Returns {loss: its mean over the batch of all processes}."""
-    rank, size = ann.rank_and_size()
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(recipe, step) * group["rate"]
-    # The seed of dropout, and of which memories are given.
-    torch.manual_seed(zlib.crc32(f"{run.seed} {recipe['kind']} {step} {rank}".encode()))
-    stage.before_step(step)
-    batch_of_all = stage.next_batch(step)
-    batch = batch_of_all.part(rank, size).to(run.device)
-    with low_precision(run.config, run.device):
-        losses = stage.losses(batch, step)
-        loss = sum(weight * share for weight, share in losses.values())
-    optimizer.zero_grad()
-    loss.backward()
-    ann.sum_gradients(stage.model.parameters())
-    norm = torch.nn.utils.clip_grad_norm_(stage.model.parameters(), run.settings.clip)
-    values = {name: float(ann.sum_over_processes(share, run.device))
-              for name, (_, share) in losses.items()}
-    if not np.isfinite([*values.values(), norm.item()]).all():
-        passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
-        raise diverged(run, recipe, f"the loss is not a number at step {step} ({values}; "
-                       f"passages {str(passages)[1:-1]})")
-    optimizer.step()
-    return values
+class Training:
+    """A stage while it is trained. `progress` is what a checkpoint keeps besides tensors: the step,
+    the last evaluated step, sums of the losses since then, the best dev score."""
+    def __init__(self, run, plan, checkpoint=None):
+        self.run, self.plan, self.stage = run, plan, new_stage(run, plan)
+        self.model = self.stage.model.to(run.device).train()
+        self.optimizer = optimizer_for(run, self.model, plan.kind)
+        self.progress = {"step": 0, "evaluated": 0, "sums": {}, "best_score": -1.0}
+        self.best = None                # the weights with the best dev score
+        self.signals, self.began = [], time.time()
+        if checkpoint:
+            self.resume(checkpoint)
 
-def diverged(run, recipe, what):
-    """The error of a training that blew up, with a command that goes on from before it did."""
-    kind, lr = recipe["kind"], recipe["lr"] / 3
-    return UserError(f"{kind}: {what}; {run.out / kind}.pt keeps the last good step, if there was "
-                     f"one: with --stage {stage_of(kind)} --lr {lr:.1g} training goes on")
+    def resume(self, checkpoint):
+        """Continues from an unfinished checkpoint."""
+        with intact(self.run.path(self.plan)):
+            about, self.best = checkpoint["about"], checkpoint["best"]
+            self.progress = {name: about[name] for name in self.progress}
+            self.model.load_state_dict(checkpoint["model"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+        say(f"{self.plan.name}: resumed at step {self.progress['step']:,}.")
+        for name, n in machine().items():
+            if about[name] != n:
+                say(f"{self.plan.name}: it was trained on {about[name]} {name} so far and continues "
+                    f"on {n}; results then agree up to rounding only.")
 
-def train_stage(run, stage, recipe, checkpoint=None):
-    """Trains stage.model and leaves OUT/<kind>.pt. It saves before it evaluates: after an
-    interruption only the evaluation is repeated. With steps = 0 the weights are saved as they are.
-    """
-    kind, steps, settings = recipe["kind"], recipe["steps"], run.settings
-    # In fine-tuning, where it decides which weights are kept, it belongs to the recipe.
-    log_every = recipe.get("log_every", settings.log_every)
-    rank, path = ann.rank_and_size()[0], run.out / f"{kind}.pt"
-    model = stage.model.to(run.device).train()
-    optimizer = optimizer_for(run, model, kind)
-    # sums: of the losses since the last evaluation. best: the weights with the best dev score.
-    state = {"step": 0, "evaluated": 0, "sums": {}, "best": None, "best_score": -1.0}
-    if checkpoint:
-        state = {name: checkpoint[name] for name in state}
-        with intact(path):
-            model.load_state_dict(checkpoint["model"])
-            optimizer.load_state_dict(checkpoint["optimizer"])
-        say(f"{kind}: going on at step {state['step']}.")
-    signals, began = [], time.time()
+    def train_step(self):
+        """One step. Returns {loss: its mean over the batch of all processes}."""
+        run, plan, step = self.run, self.plan, self.progress["step"]
+        rank, size = ann.rank_and_size()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(plan, step) * group["scale"]
+        # Seeds dropout, and the choice of given memories.
+        torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
+        self.stage.before_step(step)
+        batch_of_all = self.stage.next_batch(step)
+        batch = batch_of_all.part(rank, size).to(run.device)
+        with low_precision(run.config, run.device):
+            losses = self.stage.losses(batch, step)
+            loss = sum(weight * share for weight, share in losses.values())
+        self.optimizer.zero_grad()
+        loss.backward()
+        ann.sum_gradients(self.model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), run.settings.clip)
+        values = {name: float(ann.sum_over_processes(share, run.device))
+                  for name, (_, share) in losses.items()}
+        if not np.isfinite([*values.values(), norm.item()]).all():
+            passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
+            raise self.diverged(f"the loss is not a number at step {step} ({values}; passages "
+                                f"{str(passages)[1:-1]})")
+        self.optimizer.step()
+        self.count(values)
+        return values
 
-    def save():
-        """Leaves the checkpoint of this step, if all its weights are numbers."""
-        if not all(t.isfinite().all() for t in model.state_dict().values()):
-            raise diverged(run, recipe, f"a weight is not a number at step {state['step']}")
-        if rank == 0:
-            values = dict(recipe=recipe, encoder=stage.fingerprint, model=model.state_dict(),
-                          optimizer=optimizer.state_dict(), **state,
-                          vocab=run.corpus.meta["crc32"]["vocab.txt"])
-            write_file(path, lambda file: torch.save(values, file))
+    def count(self, values):
+        """Counts a step and its losses."""
+        progress = self.progress
+        progress["step"] += 1
+        # After an evaluation, or where teacher forcing ends, and with it its only loss.
+        if progress["sums"].keys() != {*values, "steps"}:
+            progress["sums"] = dict.fromkeys([*values, "steps"], 0)
+        for name, value in {**values, "steps": 1}.items():
+            progress["sums"][name] += value
 
-    def evaluate():
-        """Measures, prints and logs; remembers the weights of the best dev score."""
-        measured = stage.evaluate()
-        model.train()
-        n = state["sums"].pop("steps")
-        record = {name: round(value / n, 4) for name, value in state["sums"].items()}
-        say_figures(record | measured, f"{kind} {state['step']:5d} ")
-        log(run.out, {"stage": kind, "step": state["step"], "seconds": round(time.time() - began),
-                      "lr": learning_rate(recipe, state["step"] - 1), **record, **measured})
-        if measured.get("score", -1.0) > state["best_score"]:
-            best = {name: t.cpu().clone() for name, t in model.state_dict().items()}
-            state.update(best_score=measured["score"], best=best)
-        state.update(evaluated=state["step"], sums={})
+    def evaluate(self):
+        """Evaluates, prints and logs; remembers the weights with the best dev score."""
+        measured, progress = self.stage.evaluate(), self.progress
+        self.model.train()
+        step, n = progress["step"], progress["sums"].pop("steps")
+        record = {name: round(value / n, 4) for name, value in progress["sums"].items()}
+        say_figures(record | measured, f"{self.plan.name} {step:5d} ")
+        log(self.run.out, {"stage": self.plan.name, "step": step,
+                           "seconds": round(time.time() - self.began),
+                           "lr": learning_rate(self.plan, step - 1), **record, **measured})
+        if measured.get("score", -1.0) > progress["best_score"]:
+            progress["best_score"] = measured["score"]
+            self.best = {name: t.cpu().clone() for name, t in self.model.state_dict().items()}
+        progress.update(evaluated=step, sums={})
 
-    def stopped():
-        """Whether a process of this run was told to stop."""
-        return int(ann.sum_over_processes(len(signals), run.device)) > 0
+    def save(self, finished=False):
+        """Writes the checkpoint, if all weights are finite."""
+        weights = self.model.state_dict()
+        if not all(t.isfinite().all() for t in weights.values()):
+            raise self.diverged(f"a weight is not a number at step {self.progress['step']}")
+        if ann.rank_and_size()[0] > 0:
+            return
+        about = {"format": data.FORMAT, "finished": finished, **vars(self.plan),
+                 "made_from": self.run.made_from(self.plan.kind),
+                 "vocab": self.run.corpus.meta["crc32"]["vocab.txt"]}
+        if finished:
+            values = {"model": self.best or weights}
+        else:
+            about |= self.progress | machine()
+            values = {"model": weights, "optimizer": self.optimizer.state_dict(), "best": self.best}
+        # As JSON text the same values always give the same bytes, which pickle does not promise.
+        values = {"about": json.dumps(about), **values}
+        write_file(self.run.path(self.plan), lambda file: torch.save(values, file))
 
-    with (tqdm(total=steps, initial=state["step"], desc=kind, disable=rank > 0) as progress,
-          signals_to(lambda number, _: signals.append(number))):
+    def diverged(self, what):
+        """The error of a training that blew up, with the command that continues it."""
+        path, lr = self.run.path(self.plan), self.plan.lr / 3
+        return UserError(f"{self.plan.name}: {what}; {path} keeps the last good step, if there was "
+                         f"one. Continue with --stage {self.plan.stage} --lr {lr:.1g}")
+
+    def is_stopped(self):
+        """Whether any process of this run was told to stop."""
+        return int(ann.sum_over_processes(len(self.signals), self.run.device)) > 0
+
+def machine():
+    """What the rounding of a training depends on."""
+    return {"threads": torch.get_num_threads(), "processes": ann.rank_and_size()[1]}
+
+def train_stage(run, plan, checkpoint=None):
+    """Trains a stage and leaves its file in the run folder. Weights are saved before they are
+    evaluated, so an interrupted evaluation is simply repeated. With steps = 0 the initial weights
+    are saved as they are."""
+    training = Training(run, plan, checkpoint)
+    progress, settings = training.progress, run.settings
+    bar = tqdm(total=plan.steps, initial=progress["step"], desc=plan.name,
+               disable=ann.rank_and_size()[0] > 0)
+    with bar, signals_to(lambda number, _: training.signals.append(number)):
         while True:
-            step = state["step"]
-            if step > state["evaluated"] and (step % log_every == 0 or step == steps):
-                evaluate()
-            if step == steps:
+            step = progress["step"]
+            is_due = step % settings.log_every == 0 or step == plan.steps
+            if is_due and step > progress["evaluated"]:
+                training.evaluate()
+            if step == plan.steps:
                 break
-            values = train_step(run, stage, recipe, optimizer, step)
-            state["step"] = step = step + 1
-            # After a record, or where teacher forcing ends, and with it its only loss.
-            if state["sums"].keys() != {*values, "steps"}:
-                state["sums"] = dict.fromkeys([*values, "steps"], 0)
-            for name, value in {**values, "steps": 1}.items():
-                state["sums"][name] += value
-            progress.update()
-            progress.set_postfix(values, refresh=False)
-            stop = stopped()
-            if stop or step == steps or 0 in (step % log_every, step % settings.save_every):
-                save()
+            values = training.train_step()
+            step = progress["step"]
+            bar.update()
+            bar.set_postfix(values, refresh=False)
+            stop = training.is_stopped()
+            is_due = 0 in (step % settings.log_every, step % settings.save_every)
+            if stop or is_due or step == plan.steps:
+                training.save()
             if stop:
-                raise KeyboardInterrupt(f"Stopped at step {step} of {kind} and saved")
-        save()              # the last evaluation decides on the best weights
-        ann.barrier()       # nobody reads the checkpoint before it is written
-        if stopped():       # while it was evaluated
-            raise KeyboardInterrupt(f"Stopped after {kind}, which is saved")
+                raise KeyboardInterrupt(f"Stopped at step {step} of {plan.name} and saved")
+        training.save(finished=True)
+        ann.barrier()       # no process reads the checkpoint before it is written
+        if training.is_stopped():
+            raise KeyboardInterrupt(f"Stopped after {plan.name}, which is saved")
 
-# ---- Weights that a stage starts from ------------------------------------------------------------
-# TOME starts from BATCH-TOME's weights (§2.3): then its queries fit the keys in the memory. A
-# memory is of one Mention Encoder; no TOME learns to read another one's (app. B.6).
+# ---- Initial weights -----------------------------------------------------------------------------
+# TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory. A
+# memory belongs to one Mention Encoder: no TOME learns to use another one's (app. B.6).
 
 def new_batch_tome(run, seed):
-    """BATCH-TOME with fresh weights of a seed, or with those of run.init: a BERT's folder, or a
-    file of the paper's own code. Says what such a file lacks."""
+    """BATCH-TOME with random weights, or with those of run.init: a BERT's folder, or a file of the
+    paper's own code. Prints what such a file lacks."""
     torch.manual_seed(seed)
     model = BatchTOME(TOME(run.batch_tome_config))
     if not run.init:
         start_positions(model)
         return model
+    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
+        raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
+                        "made; restore them, or choose another --out")
     _, state, lacks, unused = read_published(run.init, run.config)
     model.load_state_dict(state, strict=False)
     say_of_file(run.init, lacks, unused)
@@ -556,55 +617,54 @@ def new_batch_tome(run, seed):
         word = tome.embeddings.word.weight.data
         word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
-        # It starts at the words' frequencies: to learn these alone takes a thousand steps.
-        in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
-        tokens = run.corpus.tokens[in_training][:10 ** 7]
-        words = tokens[run.corpus.maskable[tokens]]
-        counts = np.bincount(words, minlength=run.config.vocab_size) + 1
-        tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
+        tome.mlm.bias.data = word_frequencies(run)
     return model
 
-def say_of_file(path, lacks, unused):
-    """Says what a published file lacks, and what of it is not used."""
-    say(f"{path} has no weights of {', '.join(lacks)}: made fresh.")
-    if unused:
-        say(f"{path}: passed over {', '.join(unused)}, of another stage or task.")
+def word_frequencies(run):
+    """(vocab,) log frequencies of the words in training passages, the initial bias of an MLM head;
+    to learn these alone takes a thousand steps."""
+    in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
+    tokens = run.corpus.tokens[in_training][:10 ** 7]
+    words = tokens[run.corpus.maskable[tokens]]
+    counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+    return torch.from_numpy(np.log(counts / counts.sum())).float()
 
-def start_from(run, tome, start):
-    """--start (app. B.6): the weights of another checkpoint of ours or of the paper's own code, or
-    "scratch": fresh ones (with --init: BERT's). Their seed is not BATCH-TOME's, else they would be
-    the very weights from which the memory's encoder was trained. What the checkpoint lacks, such as
-    memory layers, is fresh."""
-    if start is None:
+def say_of_file(path, lacks, unused):
+    """Prints what a published file lacks, and which of its tensors are not used."""
+    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
+    if unused:
+        say(f"{path}: not used: {', '.join(unused)}.")
+
+def start_from(run, tome, plan):
+    """Loads the weights of --start (app. B.6): another checkpoint of ours, one of the paper's own
+    code, or "scratch", which is random weights (with --init: BERT's) of another seed than
+    BATCH-TOME's, since with the same seed they would be the weights from which the memory's encoder
+    was trained. What the checkpoint lacks, such as memory layers, is random."""
+    if plan.start is None or run.path(plan).exists():
         return
     state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
-    saved = {}
-    if start != "scratch" and zipfile.is_zipfile(start):
-        checkpoint = read_checkpoint(start, "give another --start")
-        if checkpoint["vocab"] != run.corpus.meta["crc32"]["vocab.txt"]:
-            raise UserError(f"--start {start}: it has the vocabulary of another corpus")
-        saved = checkpoint["best"] or checkpoint["model"]
-    elif start != "scratch":
-        _, published, lacks, unused = read_published(start, run.config)
+    path, saved = plan.start[0][0], {}
+    if path != "scratch" and zipfile.is_zipfile(path):
+        saved = read_checkpoint(path, "give another --start")["model"]
+    elif path != "scratch":
+        _, published, lacks, unused = read_published(path, run.config)
         lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
-        say_of_file(start, lacks, unused)
+        say_of_file(path, lacks, unused)
         saved = part_of(published, "encoder.tome.")
     needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
     layers = {name for name in saved if ".transformer." in name}
     shared = state.keys() & saved.keys()
     is_other_shape = any(saved[name].shape != state[name].shape for name in shared)
     if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
-        raise UserError(f"--start {start}: no TOME of these dimensions is in it")
+        raise UserError(f"--start {path}: it contains no TOME of these dimensions")
     tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
 
-def open_memory(run, tome, fingerprint, n_search=None):
-    """The memory of the whole corpus, and the part that training sees: passages that are not held
-    out. A baseline has its table of entities for both."""
+def open_memories(run, tome, n_search=None):
+    """(the memory of the whole corpus, its rows from passages that are not held out). A baseline
+    has its table of entities for both."""
     if tome.entities is not None:
         return tome.entities, tome.entities
-    folder = run.folder("memory")
-    needs(folder.exists(), folder, "memory")
-    memory = load_memory(folder, fingerprint, run.device).changed(n_search=n_search)
+    memory = open_memory(run).changed(n_search=n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
@@ -667,7 +727,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64):
     group = run.entity_group[run.corpus.mention_entity[mentions]]
     visible_group = run.entity_group[visible[:, 0].astype(int)]
     figures = {}
-    for i, name in enumerate(GROUPS if run.settings.withheld else GROUPS[:2]):
+    for i, name in enumerate(GROUPS):
         n_tokens, n_right, is_named, recalled, mass = masked[group == i].T
         mass_visible = visible[visible_group == i, 1]
         n = max(len(mass), 1)
@@ -740,7 +800,7 @@ def examples_batch(run, task, examples):
 def toy_file(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
-    if run.saved["corpus"] or not path.is_file():
+    if not run.is_toy or not path.is_file():
         raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
     data.open_folder(path.parent, "toy world", lambda name: name == path.name)
     return path
@@ -758,208 +818,201 @@ def clozes_of(run, example, rng):
 # ==== Set apart: files of examples ================================================================
 
 def dev_files(path):
-    """[the file of that name with "dev" for "train"], or []."""
+    """[the file of the same name with "dev" for "train"], or []."""
     dev = Path(path).parent / re.sub("(.*)train", r"\1dev", Path(path).name)
     return [dev] if dev != Path(path) and dev.is_file() else []
 
 def labelled_examples(path, task):
-    """The examples of a file that have a label, or are questions."""
+    """The examples of a file that have a label, or are questions. Raises UserError."""
     examples = [e for e in data.read_examples(path, task) if task == "qa" or e.label is not None]
     if not any(e.label is not None or e.answers for e in examples):
         raise UserError(f"{path}: no example has a label or an answer")
     return examples
 
 def task_examples(run, task, path):
-    """labelled_examples, each with its mentions."""
+    """labelled_examples, each with its mentions. Prints how many mentions cannot be used."""
     examples = labelled_examples(path, task)
     missing = sum(e.mentions is None for e in examples)
     if missing:
         how, find = data.mention_finder(run.corpus.entity_names)
-        say(f"{path}: mentions of {missing:,} examples found by {how}.", sys.stderr)
+        say(f"{path}: the mentions of {missing:,} examples were found by {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
     passages = data.example_passages(examples, task, run.tokenizer, run.settings.max_length)
-    n_read = sum(i >= 0 for passage in passages for i in passage.index)
-    cut = sum(len(e.mentions) for e in examples) - n_read
-    nothing = sum(not e.mentions for e in examples)
-    if cut or nothing:
-        say(f"{path}: {cut:,} mentions overlap others, stand behind max_length or are more than 32 "
-            f"in an example, and are not read; {nothing:,} of {len(examples):,} examples have no "
-            "mention to read about.", sys.stderr)
+    n_used = sum(i >= 0 for passage in passages for i in passage.index)
+    n_left_out = sum(len(e.mentions) for e in examples) - n_used
+    n_without = sum(not e.mentions for e in examples)
+    if n_left_out:
+        say(f"{path}: {n_left_out:,} mentions are not used: they overlap others, are beyond "
+            "max_length, or exceed 32 in an example.", sys.stderr)
+    if n_without:
+        say(f"{path}: {n_without:,} of {len(examples):,} examples have no mention.", sys.stderr)
     return examples
 
-def read_task_examples(run, task, path):
-    """(training, dev) examples. Questions whose answer is no entity teach nothing and are left out
-    of training; in evaluation they count as wrong (§4.4)."""
-    examples = task_examples(run, task, path)
-    dev = [e for file in dev_files(path) for e in task_examples(run, task, file)]
-    if not dev:
+def read_task_examples(run, plan):
+    """(training, dev) examples of a plan. Questions whose answer is no entity of the corpus teach
+    nothing and are left out of training; in evaluation they count as wrong (§4.4)."""
+    if plan.examples:
+        paths = [path for path, _ in plan.examples]
+    else:
+        path = toy_file(run, plan.kind, "both" if plan.blocks == 2 else "one_hop", "train")
+        paths = [path, *dev_files(path)]
+    examples, *dev = [task_examples(run, plan.kind, path) for path in paths]
+    if dev:
+        dev = dev[0]
+    else:
         order, n_dev = np.random.default_rng(0).permutation(len(examples)), -(-len(examples) // 10)
         dev, examples = ([examples[i] for i in part] for part in (order[:n_dev], order[n_dev:]))
-    if task == "qa":
+    if plan.kind == "qa":
         n, entities = len(examples), run.corpus.entity_index
         examples = [e for e in examples if any(answer in entities for answer in e.answers)]
-        say(f"{len(examples):,} of {n:,} questions to train on have an answer that is an entity of "
-            "the corpus; the others are left out.")
+        say(f"{len(examples):,} of {n:,} training questions have an answer that is an entity of the "
+            "corpus; the others are left out.")
     if not examples:
-        raise UserError(f"{path}: no example to train on is left: of some a tenth is for dev, and "
-                        "answers have to be entities of the corpus; give more of them")
+        raise UserError(f"{paths[0]}: no example is left to train on: without a dev file a tenth "
+                        "is set aside, and answers must be entities of the corpus; add examples")
     return examples, dev
 
-# ---- The run folder ------------------------------------------------------------------------------
-# run.json holds the flags that a run was started with. Six artefacts follow from them: corpus,
-# batch-tome, memory, tome, claims and qa. A stage leaves a file, such as tome.pt. The corpus and
-# the memory are folders, whose names contain their recipe's identity, such as memory-1f2e3d4c.
-#
-# The recipe of an artefact is all that determines it: settings, flags of its stage, and the
-# recipes of what it is made from. Each artefact holds its recipe, and is used only where that is
-# the one wanted now: nothing stale is used by mistake, whatever is changed or removed in between.
-#
-# Files are written whole, and folders have another name until they are. So whenever a command
-# dies, the same command goes on.
+# ==== Set apart: presets ==========================================================================
+# What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
+# Their models are small and their steps few, so learning rates are 6 to 100 times the paper's.
+# Each process offers all k, so the search is exact whatever the number of processes.
 
-NEW_RUN = {"format": data.FORMAT, "preset": "toy", "seed": 0, "blocks": 1, "set": {},
-           "corpus": None, "text": None,        # a path, and the file's checksum
-           "init": None, "published": None,     # a path, and what describe_published says of it
-           "appended": [],                      # checksums of the files of --append
-           "stages": {}}                        # of each stage: its flags, such as {"steps": 800}
-CHECKPOINT = {"recipe", "encoder", "vocab", "model", "optimizer", "step", "evaluated", "sums",
-              "best", "best_score"}
-SOURCES = {"batch-tome": ["corpus"], "memory": ["corpus", "batch-tome"],
-           "tome": ["corpus", "batch-tome"], "claims": ["corpus", "tome"], "qa": ["corpus", "tome"]}
-# Settings that change the weights of no stage (or whose values stand elsewhere in its recipe), and
-# by stage those that do not change its own: BATCH-TOME is the same for TOME-1 and TOME-2.
-NO_RESULT = {"save_every", "eval_mentions", "schedule", "vocab_size", "n_entities"}
-NOT_READ = {"batch-tome": {"n_blocks", "memory_dtype", "k", "k_shard", "k_answer", "k_answer_shard",
-                           "entity_weight", "linking_weight", "teacher_forcing", "still_given",
-                           "memory_fraction", "cloze_weight", "k_finetune", "log_every"},
-            "tome": {"cloze_weight", "k_finetune", "log_every"},
-            "claims": set(), "qa": {"cloze_weight"}}
-# The fields of Config that a BERT, or how it is divided, decides.
-OF_BERT = ("vocab_size", "hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial",
-           "n_upper", "n_blocks")
-OF_BATCH_TOME = (*OF_BERT, "key_dim", "value_dim", "coref_dim")     # … of a BATCH-TOME
-# The types of all that --set can name. n_blocks is --blocks; the other three are no single values
-# or follow from the corpus.
-SETTABLE = {name: type(value) for name, value in (vars(Settings()) | vars(Config())).items()
-            if name not in ("schedule", "n_blocks", "vocab_size", "n_entities")}
-# The words that a setting may be, or the least and the most. Other whole numbers are from 1 to
-# 1,000,000, those of the model to 10,000; other numbers from 0 to 1.
-ALLOWED = {
-    "memory_dtype": ("float16", "float32"), "precision": ("float32", "bfloat16"),
-    "memory": ("mentions", "entities", "none"), "gelu": ("none", "tanh"), "n_initial": (1, 100),
-    "all_of_entity": (0, 1),
-    "vocab": (200, 10 ** 6), "passage_length": (8, 10 ** 6), "max_length": (16, 10 ** 6),
-    "steps": (0, 10 ** 9), "lr": (1e-12, 10), "dropout": (0, 0.9), "beta2": (0, 0.999999),
-    "clip": (1e-6, 10 ** 6), "lower_rate": (0, 100), "cloze_weight": (0, 100), "n_upper": (1, 100),
-    "memory_from": (0, 0.99)}
+SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
+             k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64,
+             memory_fraction=1.0, memory_dtype="float32", beta2=0.98)
+PRESETS = {
+    "base": data.TEXT_PRESETS["base"],
+    "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
+        hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
+        n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
+        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
+        teacher_forcing_rate=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07,
+        lower_lr_scale=0.25, log_every=200, save_every=100, eval_mentions=100, schedule={
+            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
+            "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
+    "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
+        init_std=0.05, memory_from=0.3, fit_passages=768, lower_lr_scale=0.1, precision="float32",
+        log_every=200, save_every=200, eval_mentions=100, schedule={
+            "batch-tome": Schedule(2900, 2e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
+            "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
+}
+FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
+STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
+# Types and ranges of the flags that belong to a stage.
+STAGE_FLAGS = {"steps": (int, (0, 10**9)), "batch": (int, (1, 10**6)), "lr": (float, (1e-12, 10)),
+               "n_search": (int, (1, 10**9))}
 
-def check_value(flag, name, value):
-    """Raises UserError for a value that a setting, or a flag of a stage, cannot have."""
-    largest = 10 ** 4 if hasattr(Config, name) else 10 ** 6
-    allowed = ALLOWED.get(name, (1, largest) if isinstance(value, int) else (0, 1))
-    if isinstance(value, str):
+def flag(name):
+    """The flag of a setting: "hidden" -> "--hidden", "key_dim" -> "--key-dim"."""
+    return "--" + name.replace("_", "-")
+
+def check_value(name, value, kind, allowed):
+    """Raises UserError for a value that is not of this type, or is not allowed."""
+    if kind is str:
         fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
     else:
         least, most = allowed
-        fits, wanted = least <= value <= most, f"from {least:g} to {most:g}"    # NaN does not fit
+        fits = type(value) in (int, kind) and least <= value <= most       # NaN does not fit
+        wanted = f"between {least:g} and {most:g}"
     if not fits:
-        raise UserError(f"{flag}{name}={value}: it is {wanted}")
+        raise UserError(f"{flag(name)} {value}: must be {wanted}")
 
-def settings_of(saved):
-    """(Settings, Config) of run.json. --set replaces the preset's values, and the dimensions of
-    published weights replace both. Raises UserError where these cannot be trained."""
-    bert = (saved["published"] or {}).get("config", {})
-    values = PRESETS[saved["preset"]] | saved["set"] | bert | {"n_blocks": saved["blocks"]}
-    settings, config = (
-        replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
-        for defaults in (Settings(), Config()))
-    for name, value in values.items():
-        if name in SETTABLE:
-            check_value("--set ", name, value)
+# ==== Set apart: the run folder ===================================================================
+#
+#   run.json            what defines the run: preset, seed, corpus, --init, all settings
+#   world/ corpus/      the toy world's files; the tokenised corpus
+#   batch-tome.pt       a finished stage, or a checkpoint of one; so are
+#   tome-1.pt qa-2.pt   …, of TOME-1 and TOME-2
+#   memory/             keys and values of all linked mentions
+#   appended-0001/      corpus/ and memory/ after --append; the highest number counts
+#   log.jsonl           losses and evaluations
+#
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so a
+# command that is killed at any moment is continued by the same command. Each result names the
+# checksums of the results that it was made from (made_from), and is refused beside others.
+
+RUN_FIELDS = {"format", "preset", "seed", "corpus", "init", "from", "settings", "schedule"}
+
+def settings_of(saved, blocks):
+    """(Settings, Config) of run.json. Raises UserError where these cannot be trained."""
+    values = {name: f.default for name, f in FLAGS.items()} | saved["settings"]
+    for name, f in FLAGS.items():
+        check_value(name, values[name], type(f.default), f.metadata["allowed"])
+    schedule = {kind: Schedule(**saved["schedule"][kind]) for kind in Settings().schedule}
+    settings, config = (replace(defaults, **{f.name: values[f.name] for f in fields(defaults)
+                                             if f.name in values})
+                        for defaults in (Settings(schedule=schedule), Config(n_blocks=blocks)))
     if config.hidden % 2 or config.hidden % config.n_heads:
-        raise UserError("--set: hidden must be even, and a multiple of n_heads")
-    if config.n_upper % config.n_blocks and config.n_upper > 1:
-        raise UserError("--set: n_upper must be 1 or a multiple of --blocks")
-    if settings.max_length > config.max_positions and (bert or not saved["init"]):
-        raise UserError("--set: max_length must be at most max_positions")
-    for name, value in saved["set"].items():
-        if bert.get(name, value) != value:
-            raise UserError(f"--set {name}: it is {bert[name]} in what --init names; leave it out")
+        raise UserError("--hidden must be even, and a multiple of --n-heads")
+    if config.n_upper % blocks and config.n_upper > 1:
+        raise UserError("--n-upper must be 1 or a multiple of --blocks")
+    if settings.max_length > config.max_positions:
+        raise UserError("--max-length must be at most --max-positions")
     return settings, config
 
-def stage_of(kind):
-    """What --stage calls it."""
-    return f"finetune --task {kind}" if kind in ("claims", "qa") else kind
-
-def needs(there, path, kind, how="missing"):
-    """Raises UserError where an artefact that a command needs is not there."""
-    if not there:
-        raise UserError(f"{path} is {how}; run python train.py --stage {stage_of(kind)} "
-                        f"--out {path.parent}")
-
-def identity(recipe):
-    """A recipe in one word: equal for equal recipes, whatever their order."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-def compare(path, made, wanted):
-    """Raises UserError where an artefact was made by another recipe than is wanted. Names the first
-    field that differs, with both values, or the artefact that it should have been made from."""
-    for name in [*wanted, *made]:
-        if made.get(name) != wanted.get(name):
-            flag = {"n_blocks": "--blocks "}.get(name, f"--{name.replace('_', '-')} ")
-            if name in SETTABLE:
-                flag = f"--set {name}="
-            how = f"with {flag}{made.get(name)}, not {wanted.get(name)}; give the first again,"
-            if name in ("start", "examples"):           # known by their checksums only
-                how = f"with other --{name}; give them again,"
-            if made.get(name) is None:
-                how = f"without {flag.strip(' =')}; leave it out,"
-            if name in ("corpus", "batch-tome", "tome", "published", "appended"):
-                flags = {"published": "--init", "appended": "--append"}
-                how = f"from another {flags.get(name, name)};"
-            raise UserError(f"{path} was made {how} remove it to make it again, or choose another "
-                            "--out")
-
-def is_done(checkpoint):
-    """Whether a stage has made, and evaluated, its last step."""
-    return checkpoint is not None and checkpoint["evaluated"] >= checkpoint["recipe"]["steps"]
+def missing(path, stage, how="missing"):
+    """The error where a result that a command needs is not there."""
+    return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
 
 def read_checkpoint(path, remedy="remove it to train this stage again"):
-    """The dictionary of a .pt file. Objects are never unpickled: a stranger's file runs no code."""
+    """The contents of a .pt file, its "about" parsed. Objects are never unpickled, so a stranger's
+    file runs no code. Raises UserError."""
     with intact(path, remedy=remedy):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint.keys() != CHECKPOINT or checkpoint["recipe"]["format"] != data.FORMAT:
-            raise ValueError("it is of another format")
-        return checkpoint
+        about = json.loads(checkpoint["about"])
+        if about["format"] != data.FORMAT:
+            raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
+        return {**checkpoint, "about": about}
+
+def check_sources(path, made_from, wanted):
+    """Raises UserError where a result was made from other files than those that are there. Both:
+    {name: checksum}."""
+    for name, crc32 in wanted.items():
+        if made_from.get(name) != crc32:
+            raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
+                            "or choose another --out")
+
+def plan_from(about):
+    """The Plan that a checkpoint's "about" contains, its values checked."""
+    for name, allowed in STAGE_FLAGS.items():
+        if about[name] is not None or name != "n_search":
+            check_value(name, about[name], *allowed)
+    return Plan(**{f.name: about[f.name] for f in fields(Plan)})
 
 class Run:
-    """A run folder, as run.json (`saved`) describes it. open() adds its corpus, tokenizer and
-    device, and the sizes of config that follow from the corpus. Neither writes anything."""
+    """A run folder, as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open()
+    adds the corpus, tokenizer and device. Neither writes anything."""
 
-    def __init__(self, out, saved):
-        self.out, self.saved = Path(out), saved
-        self.seed = saved["seed"]
-        self.settings, self.config = settings_of(saved)
-        # A path to published weights, or None. In a file of the paper's own code batch-tome comes
-        # trained.
-        self.init = saved["init"]
-        self.has_batch_tome = bool(self.init) and saved["published"]["trained"]
+    def __init__(self, out, saved, blocks=1):
+        self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
+        check_value("seed", self.seed, int, (0, 2**63 - 1))
+        self.settings, self.config = settings_of(saved, blocks)
+        self.is_toy = saved["corpus"] is None
+        # A path to published weights, or None. The file of a BATCH-TOME comes trained.
+        self.init = saved["init"] and saved["init"]["path"]
+        self.has_batch_tome = bool(self.init) and saved["init"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
         self.is_baseline = self.config.memory != "mentions"
 
-    def open(self, device=None):
-        """Returns the run. Raises UserError where the corpus is missing, damaged or another."""
-        folder = self.folder("corpus")
-        needs(folder.exists(), folder, "tome")
-        self.corpus = data.Corpus(folder)
-        compare(folder, self.corpus.meta["recipe"], self.recipe("corpus"))
+    def open(self, device=None, appended=False):
+        """Returns the run. appended: with the text of --append, otherwise the corpus that training
+        uses. Raises UserError where the corpus is missing, damaged or another."""
+        self.base = self.appended() if appended else self.out
+        folder = self.base / "corpus"
+        if not folder.exists():
+            raise missing(folder, "tome")
+        self.corpus, self.device = data.Corpus(folder), choose_device(device)
+        if self.corpus.meta["made_from"] != self.corpus_made_from():
+            raise UserError(f"{folder} was made from another text or with other settings; remove it "
+                            "to make it again, or choose another --out")
         self.tokenizer = self.corpus.tokenizer
-        self.device = choose_device(device)
+        self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
@@ -969,339 +1022,496 @@ class Run:
                                    k_answer_shard=config.k_answer_shard * k // config.k_answer)
         return self
 
-    @cached_property
-    def is_withheld(self):
-        """(E,) bool: entities that no loss of pre-training names, chosen by their names'
-        checksums; what the model knows of them comes from the memory alone."""
-        names = self.corpus.entity_names
-        crc32 = np.array([zlib.crc32(name.encode()) for name in names])
-        return (crc32 < self.settings.withheld * 2 ** 32) & (np.arange(len(names)) > 0)
+    def folder(self, kind):
+        """Where the corpus, memory or world is, without what was appended."""
+        return self.out / kind
 
-    @cached_property
-    def entity_group(self):
-        """(E,) index into GROUPS: an entity that a training passage links is seen or withheld."""
-        return np.where(self.corpus.entity_count == 0, 1, np.where(self.is_withheld, 2, 0))
+    def path(self, plan):
+        """The file of a stage."""
+        return self.out / f"{plan.name}.pt"
+
+    def plan(self, kind):
+        """The default Plan of a stage. A baseline has no batch-tome: its tome also makes the steps
+        of that stage. A batch-tome that comes trained makes none."""
+        first, schedule = self.settings.schedule["batch-tome"], self.settings.schedule[kind]
+        if kind == "tome" and self.is_baseline:
+            schedule = replace(first, steps=first.steps + schedule.steps)
+        if kind == "batch-tome" and self.has_batch_tome:
+            schedule = replace(first, steps=0)
+        return Plan(**vars(schedule), kind=kind, blocks=1 if kind == "batch-tome" else self.blocks)
 
     def stages_to(self, kind):
-        """The stages that lead to this one, and itself at the end."""
+        """The stages that lead to this one, and the stage itself."""
         stages = ["tome", kind] if self.is_baseline else ["batch-tome", "memory", "tome", kind]
         if self.is_baseline and kind in ("batch-tome", "memory"):
             raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
         return stages[:stages.index(kind) + 1]
 
-    def schedule(self, kind):
-        """The preset's Schedule of a stage. A baseline has no batch-tome: its tome also makes the
-        steps of that one. A batch-tome that comes trained makes none."""
-        first, schedule = self.settings.schedule["batch-tome"], self.settings.schedule[kind]
-        if kind == "tome" and self.is_baseline:
-            return replace(first, steps=first.steps + schedule.steps)
-        if kind == "batch-tome" and self.has_batch_tome:
-            return replace(first, steps=0)
-        return schedule
+    def appended(self):
+        """The folder appended-NNNN with the highest number, or the run folder."""
+        return max(self.out.glob("appended-[0-9][0-9][0-9][0-9]"), default=self.out)
 
-    def recipe(self, kind):
-        """All that determines an artefact, in plain values."""
-        run, settings = self, self.settings
-        recipe = {"kind": kind, "format": data.FORMAT}
-        if kind == "corpus":        # known by its text, not its path: it may have moved
-            vocab = self.saved["published"]["vocab"] if self.init else settings.vocab
-            return recipe | {"text": self.saved["text"], "appended": self.saved["appended"],
-                             "vocab": vocab, "passage_length": settings.passage_length,
-                             "max_length": settings.max_length}
-        recipe["published"] = self.saved["published"]       # before what follows from it: compare
-        if kind == "memory":
-            recipe["memory_dtype"] = settings.memory_dtype
-        else:                       # what was appended is never trained on
-            run = Run(self.out, self.saved | {"appended": []})
-            unread = NO_RESULT | NOT_READ[kind]
-            if not self.init and kind in ("batch-tome", "tome"):        # see optimizer_for
-                unread = unread | {"lower_rate"}
-            read = {name: value for name, value in (vars(settings) | vars(self.config)).items()
-                    if name not in unread}
-            flags = {**vars(self.schedule(kind)), "start": None, "examples": None,
-                     "n_search": None, **self.saved["stages"].get(kind, {})}
-            flags["warmup"] = min(flags["warmup"], flags["steps"] // 10)
-            recipe |= {"preset": self.saved["preset"], "seed": self.seed, **read, **flags}
-        # What it is made from follows from the recipe of that: here its identity is enough.
-        sources = {source: identity(run.recipe(source)) for source in SOURCES[kind]}
-        return recipe | sources
+    def corpus_made_from(self):
+        """What a corpus of this run is made from."""
+        vocab = self.saved["init"]["vocab"] if self.init else self.settings.vocab
+        text = f"toy world {self.seed}" if self.is_toy else self.saved["corpus"]["checksum"]
+        return {"text": text, "vocab": vocab, "passage_length": self.settings.passage_length,
+                "max_length": self.settings.max_length, "unseen": self.settings.unseen}
 
-    def folder(self, kind):
-        """Where the corpus or memory is. Another recipe has another folder."""
-        return self.out / f"{kind}-{identity(self.recipe(kind))[:8]}"
+    def made_from(self, kind):
+        """{name: checksum} of the results that lead to a stage, as far as they are there."""
+        paths = {"corpus": self.out / "corpus" / "meta.json"}
+        for stage in self.stages_to(kind)[:-1]:
+            if stage != "memory":
+                plan = self.plan(stage)
+                paths[plan.name] = self.path(plan)
+        return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
-    def sweep(self, kind):
-        """Removes what earlier commands left of this kind. What cannot be removed stays."""
-        for path in self.out.glob(f"{kind}-????????*"):
-            # A user's own folder, such as memory-20261128, stays: its name is not its recipe's.
-            is_ours = re.fullmatch(kind + r"-[0-9a-f]{8}(\.[0-9a-f]{8})?\.part", path.name)
-            with suppress(OSError, ValueError, LookupError):
-                recipe = read_json(path / "meta.json")["recipe"]
-                is_ours = is_ours or path.name == f"{kind}-{identity(recipe)[:8]}"
-            if is_ours and path.name.removesuffix(".part") != self.folder(kind).name:
-                with suppress(OSError):             # or what cannot be removed is known no more
-                    path = path.rename(path.with_suffix(".part"))
-                shutil.rmtree(path, ignore_errors=True)
-
-    def checkpoint(self, kind):
-        """The checkpoint of a stage, begun or done, or None. Raises UserError where the one that
-        is there was made by another recipe. A stage that is not done may go on at another --lr.
-        """
-        path, wanted = self.out / f"{kind}.pt", self.recipe(kind)
+    def checkpoint(self, plan):
+        """The checkpoint of a stage, finished or not, or None. Raises UserError."""
+        path = self.path(plan)
         if not path.exists():
             return None
         checkpoint = read_checkpoint(path)
         with intact(path):
-            made = checkpoint["recipe"]
-            compare(path, made if is_done(checkpoint) else made | {"lr": wanted["lr"]}, wanted)
+            check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
-    """(model, fingerprint of its memory's Mention Encoder or None) of a stage that is done."""
-    path, checkpoint = run.out / f"{kind}.pt", run.checkpoint(kind)
-    needs(is_done(checkpoint), path, kind, "unfinished" if checkpoint else "missing")
+    """The trained model of a stage. Raises UserError where it is not there, or unfinished."""
+    plan = run.plan(kind)
+    path, checkpoint = run.path(plan), run.checkpoint(plan)
+    if checkpoint is None:
+        raise missing(path, plan.stage)
+    if not checkpoint["about"]["finished"]:
+        raise missing(path, plan.stage, "unfinished")
     config = run.task_config if kind in ("claims", "qa") else run.config
-    model = TOME(config) if kind != "batch-tome" else BatchTOME(TOME(run.batch_tome_config))
+    model = BatchTOME(TOME(run.batch_tome_config)) if kind == "batch-tome" else TOME(config)
     with intact(path):
-        model.load_state_dict(checkpoint["best"] or checkpoint["model"])
-    return model.to(run.device).eval(), checkpoint["encoder"]
+        model.load_state_dict(checkpoint["model"])
+    return model.to(run.device).eval()
 
-def read_run(out):
-    """The Run of OUT/run.json, not opened."""
+def open_memory(run):
+    """The memory beside the corpus that `run` has open, without articles that were replaced. Raises
+    UserError."""
+    folder = run.base / "memory"
+    if not folder.exists():
+        raise missing(folder, "memory")
+    if not run.path(run.plan("batch-tome")).exists():
+        raise missing(run.path(run.plan("batch-tome")), "batch-tome")
+    memory, made_from = load_memory(folder, run.device)
+    wanted = run.made_from("memory") | {"corpus": checksum(run.base / "corpus" / "meta.json")}
+    check_sources(folder, made_from, wanted)
+    is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
+    return memory if bool(is_kept.all()) else memory.select(is_kept)
+
+def read_run(out, blocks=1):
+    """The Run of OUT/run.json, not opened. Raises UserError."""
     path = Path(out) / "run.json"
-    needs(path.exists(), path, "tome")
+    if not path.exists():
+        raise missing(path, "tome")
     with intact(path, remedy="choose another --out"):
         saved = read_json(path)
-        if saved.keys() != NEW_RUN.keys() or saved["format"] != data.FORMAT:
+        if saved.get("format") != data.FORMAT:
             raise ValueError(f"format {saved.get('format')}, this version reads {data.FORMAT}")
-        return Run(out, saved)
+        unknown = saved["settings"].keys() - FLAGS.keys()
+        if saved.keys() != RUN_FIELDS or unknown:
+            raise ValueError(f"unknown or missing fields: {unknown or saved.keys() ^ RUN_FIELDS}")
+        return Run(out, saved, blocks)
 
-def open_run(out, task=None, device=None, n_search=None):
-    """(run, trained TOME, whole memory) of a run folder. A reader: writes and builds nothing."""
+def open_run(out, task=None, device=None, n_search=None, blocks=1):
+    """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
     fast_matmul()
-    run = read_run(out).open(device)
-    tome, fingerprint = load_model(run, task or "tome")
-    return run, tome, open_memory(run, tome, fingerprint, n_search)[0]
+    run = read_run(out, blocks).open(device, appended=True)
+    tome = load_model(run, task or "tome")
+    return run, tome, tome.entities or open_memory(run).changed(n_search=n_search)
 
-# ---- What a command changes in it ----------------------------------------------------------------
+# ---- What a command asks for ---------------------------------------------------------------------
 
-def settle(args):
-    """The Run that this command asks for: its flags, and those of earlier commands. Mistakes in
-    these and in examples (of --start: another kind or width) are found here, before anything is
-    written or trained. It is an error, too, if what is there, up to the stage named, was made by
-    other recipes."""
-    out, kind, before = Path(args.out), args.task or args.stage, NEW_RUN
-    choose_device(args.device)              # only for its error
-    if (out / "run.json").exists():
-        before = read_run(out).saved
-    saved = before | {name: value for name, value in vars(args).items()
-                     if name in NEW_RUN and value is not None}
-    saved["set"] = before["set"] | (args.set or {})
-    corpus = saved["corpus"]
-    # The toy world follows from its seed. A file is known by its checksum: so it may be moved.
-    if corpus is None:
-        saved["text"] = f"toy world {saved['seed']}"
-    elif os.path.isfile(corpus):
-        saved["text"] = checksum(corpus)
-    if args.init or saved["init"] and os.path.exists(saved["init"]):
-        saved["published"] = describe_published(saved | {"published": None})
-    run = Run(out, saved)
-    # Where the file is gone, the tokenised corpus will do.
-    is_there = corpus is None or os.path.isfile(corpus)
-    if not is_there and (args.corpus or not run.folder("corpus").exists()):
-        raise UserError(f"{corpus}: no such file; --corpus wants a file of JSON lines")
-    flags = flags_of_stage(run, args)
-    # What is left out stays, but for files, which are named again. (A stage that has begun has read
-    # its --start.)
-    files = {"examples"} if (out / f"{kind}.pt").exists() else {"examples", "start"}
-    begun = saved["stages"].get(kind, {})
-    flags = {name: begun[name] for name in begun if name not in files} | flags
-    if args.task:       # it decides which weights are kept: of this task alone, as --steps
-        flags = {"log_every": run.settings.log_every} | flags           # or that of `begun`
-        flags["log_every"] = (args.set or {}).get("log_every", flags["log_every"])
-    run.saved["stages"] = saved["stages"] | {kind: flags}
-    for name in run.stages_to(kind):
-        run.checkpoint(name)
-    return run
+def new_saved(given):
+    """run.json of a new run with these flags: {name: value}. Raises UserError."""
+    preset = given.get("preset", "toy")
+    values = {name: f.default for name, f in FLAGS.items()} | PRESETS[preset]
+    schedule = values.pop("schedule", Settings().schedule)
+    values |= {name: value for name, value in given.items() if name in FLAGS}
+    saved = {"format": data.FORMAT, "preset": preset, "seed": given.get("seed", 0), "from": None,
+             "corpus": None, "init": None, "settings": values,
+             "schedule": {kind: vars(s) for kind, s in schedule.items()}}
+    if path := given.get("corpus"):
+        saved["corpus"] = {"path": path, "checksum": checksum_of_file("--corpus", path)}
+    if path := given.get("init"):
+        saved["init"], sizes = describe_published(path, settings_of(saved, 1)[1])
+        for name, value in sizes.items():
+            if given.get(name, value) != value:
+                raise UserError(f"{flag(name)} {given[name]}: --init has {value}; leave it out")
+        values |= {name: value for name, value in sizes.items() if name in FLAGS}
+    return saved
 
-def flags_of_stage(run, args):
-    """What the command says of the stage named. Files are known by their checksums."""
-    flags = {name: getattr(args, name) for name in ("steps", "batch", "lr", "n_search")
-             if getattr(args, name) is not None}
+def checksum_of_file(name, path):
+    """The checksum of a file that a flag names. Raises UserError where it is no file."""
+    if not os.path.isfile(path):
+        raise UserError(f"{name} {path}: no such file")
+    return checksum(path)
+
+def refuse_other_flags(run, given):
+    """Raises UserError for a flag that contradicts run.json."""
+    saved = run.saved["settings"] | {name: run.saved[name] for name in ("preset", "seed", "from")}
+    for name in ("corpus", "init"):
+        saved[name] = run.saved[name] and run.saved[name]["path"]
+    for name, value in given.items():
+        is_same = value == saved[name]
+        if name == "corpus" and not run.is_toy:         # it may have moved
+            is_same = checksum_of_file("--corpus", value) == run.saved["corpus"]["checksum"]
+        if name == "init" and run.init:
+            found, _ = describe_published(value, run.config)
+            is_same = found | {"path": None} == run.saved["init"] | {"path": None}
+        if not is_same:
+            made = f"with {flag(name)} {saved[name]}"
+            made = f"without {flag(name)}" if saved[name] is None else made
+            raise UserError(f"{flag(name)} {value}: {run.out} was made {made}; leave the flag out, "
+                            "or choose another --out")
+
+def given_flags(args):
+    """{name: value} of the flags that define a run."""
+    names = ("preset", "seed", "corpus", "init", "from", *FLAGS)
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+def inherit(args):
+    """--from OLD: makes the run folder args.out, unless it is there, with the settings of OLD and
+    the flags of this command, and links the results of OLD from before the stage that it names.
+    Raises UserError where one of these depends on a changed setting."""
+    given, out = given_flags(args), Path(args.out)
+    if "from" not in given or (out / "run.json").exists():
+        return
+    old = read_run(given["from"])
+    at = STAGES.index(args.stage)
+    for name, value in given.items():
+        if name in FLAGS and value != old.saved["settings"][name]:
+            since = FLAGS[name].metadata["since"]
+            if STAGES.index(since) < at:
+                raise UserError(f"{flag(name)} {value}: {old.out} has {old.saved['settings'][name]}, "
+                                f"and its results from before --stage {args.stage} depend on it; "
+                                "leave the flag out, or start a new run without --from")
+    refuse_other_flags(old, {name: value for name, value in given.items()
+                             if name not in FLAGS and name != "from"})
+    changed = {name: value for name, value in given.items() if name in FLAGS}
+    saved = old.saved | {"from": given["from"], "settings": old.saved["settings"] | changed}
+    Run(out, saved)                     # only for its errors
+    results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"],
+               "memory": ["memory", *(path.name for path in [old.appended()] if path != old.out)],
+               "tome": ["tome-1.pt", "tome-2.pt"]}
+    part = Path(f"{out}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    with alone_in(part):
+        for stage in STAGES[:at]:
+            for name in results[stage]:
+                link_result(old.out / name, part / name)
+        write_json(part / "run.json", saved)
+        os.rename(part, out)            # onto an empty folder, or none
+        data.sync_folder(out.absolute().parent)
+
+def link_result(source, target):
+    """Links a finished .pt file or a folder of results."""
+    if source.suffix == ".pt" and source.exists():
+        if read_checkpoint(source)["about"]["finished"]:
+            data.link(source, target)
+    elif source.is_dir():
+        shutil.copytree(source, target, copy_function=data.link)
+        data.sync_folder(target)
+
+def stage_plan(run, kind, args=None):
+    """The Plan of a stage: that of its file, once the stage has begun. Otherwise the run's default
+    with the flags of args. Raises UserError for a flag that contradicts the file, or cannot be."""
+    plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
+    checkpoint = run.checkpoint(plan)
+    if checkpoint is None:
+        plan = replace(plan, **flags)
+        plan.warmup = min(plan.warmup, plan.steps // 10)
+        return plan
+    path = run.path(plan)
+    with intact(path):
+        made = plan_from(checkpoint["about"])
     for name, value in flags.items():
-        check_value("--", name, value)
+        before = getattr(made, name)
+        if name == "lr" and value < before and not checkpoint["about"]["finished"]:
+            made.lr = value             # after a loss that is not a number
+            continue
+        is_same = value == before
+        if name in ("start", "examples") and before:
+            is_same = [crc32 for _, crc32 in value] == [crc32 for _, crc32 in before]
+        if not is_same:
+            value, before = (x[0][0] if isinstance(x, list) else x for x in (value, before))
+            raise UserError(f"{flag(name)} {value}: {path} was made with {before}; leave the flag "
+                            f"out, remove {path} to train again, or choose another --out")
+        if name in ("start", "examples"):
+            setattr(made, name, value)          # the files may have moved
+    return made
+
+def stage_flags(run, args):
+    """{name: value} of the flags that belong to the stage named. Raises UserError."""
+    flags = {name: getattr(args, name) for name in STAGE_FLAGS if getattr(args, name) is not None}
+    for name, value in flags.items():
+        check_value(name, value, *STAGE_FLAGS[name])
     if run.is_baseline and "n_search" in flags:
         raise UserError("--n-search: a baseline has no mention memory; leave it out")
-    if args.start is not None:
-        if args.start == "scratch" and run.has_batch_tome:
-            raise UserError("--start scratch: the weights of --init are trained; leave --start out")
-        flags["start"] = "scratch" if args.start == "scratch" else checksum(args.start)
-        made, hidden = {"kind": "tome"}, run.config.hidden          # the rest start_from compares
-        if args.start.endswith(".pt") or zipfile.is_zipfile(args.start):
-            made = read_checkpoint(args.start, "give another --start")["recipe"]
-        elif args.start != "scratch":
-            config, state, _, _ = read_published(args.start, run.config)
-            made["hidden"] = config.hidden
-            if "encoder.key.linear.weight" in state:
-                raise UserError(f"--start {args.start}: it is a BATCH-TOME; give it to --init")
-        if made["kind"] == "batch-tome" or made.get("hidden", hidden) != hidden:
-            raise UserError(f"--start {args.start}: no TOME with hidden={hidden} is in it")
+    if args.start == "scratch":
+        if run.has_batch_tome:
+            raise UserError("--start scratch: --init has trained weights; leave --start out")
+        flags["start"] = [["scratch", 0]]
+    elif args.start is not None:
+        flags["start"] = [[args.start, checksum_of_file("--start", args.start)]]
+        check_start(run, args.start)
     if args.examples is not None:
-        files = [args.examples, *dev_files(args.examples)]
-        for file in files:
-            examples = labelled_examples(file, args.task)               # only for their errors
+        files = [args.examples, *map(str, dev_files(args.examples))]
+        flags["examples"] = [[path, checksum_of_file("--examples", path)] for path in files]
+        for path in files:
+            examples = labelled_examples(path, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
-                raise UserError(f"{file}: its claims have one label; give some of another, too")
-        flags["examples"] = [checksum(file) for file in files]
-    elif args.task and run.saved["corpus"]:
-        raise UserError(f"{args.task} of a corpus of your own want --examples FILE (README)")
+                raise UserError(f"{path}: all claims have the same label; add claims of another")
+    elif args.task and not run.is_toy and not run.path(run.plan(args.task)).exists():
+        raise UserError(f"--task {args.task} with a corpus of your own needs --examples FILE "
+                        "(README)")
     return flags
 
-def describe_published(saved):
-    """What run.json holds of --init: its dimensions, identities of its vocabulary and weights, and
-    whether it is trained, as a BATCH-TOME of the paper's own code is."""
-    init = saved["init"]
-    config, state, _, _ = read_published(init, settings_of(saved)[1])
-    trained, vocab = "encoder.key.linear.weight" in state, beside(init, "vocab.txt")
+def check_start(run, path):
+    """Raises UserError where --start names no TOME of this width."""
+    kind, hidden = "tome", run.config.hidden            # start_from compares the rest
+    if path.endswith(".pt") or zipfile.is_zipfile(path):
+        checkpoint = read_checkpoint(path, "give another --start")
+        kind, about = checkpoint["about"]["kind"], checkpoint["about"]
+        hidden = checkpoint["model"].get("embeddings.word.weight", torch.empty(0, 0)).shape[1]
+        if run.folder("corpus").exists():
+            meta = data.open_folder(run.folder("corpus"), "tokenised corpus", lambda name: False)
+            if about["vocab"] != meta["crc32"]["vocab.txt"]:
+                raise UserError(f"--start {path}: it has the vocabulary of another corpus")
+    else:
+        config, state, _, _ = read_published(path, run.config)
+        hidden = config.hidden
+        if "encoder.key.linear.weight" in state:
+            raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
+    if kind == "batch-tome" or hidden != run.config.hidden:
+        raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
+
+def describe_published(path, config):
+    """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
+    weights, and whether it is trained, as a BATCH-TOME of the paper's own code is."""
+    config, state, _, _ = read_published(path, config)
+    trained, vocab = "encoder.key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
-        raise UserError(f"--init {init}: put the vocab.txt of its BERT there (of the paper's: that "
-                        "of bert-base-uncased)")
+        raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
+                        "weights: that of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
-        raise UserError(f"--init {init}: vocab.txt has {words:,} entries, the weights "
+        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights "
                         f"{config.vocab_size:,}")
-    if os.path.isfile(init) and not (trained and config.n_blocks == 1):
-        raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
+    if os.path.isfile(path) and not (trained and config.n_blocks == 1):
+        raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
                         "--stage tome --start")
-    sizes = {name: getattr(config, name) for name in (OF_BATCH_TOME if trained else OF_BERT)}
-    return {"config": sizes, "vocab": checksum(vocab), "weights": checksum(weights_file(init)),
+    names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
+    names += ["key_dim", "value_dim", "coref_dim"] if trained else []
+    init = {"path": path, "vocab": checksum(vocab), "weights": checksum(weights_file(path)),
             "trained": trained}
+    return init, {name: getattr(config, name) for name in names}
 
-def prepare(run):
-    """Writes run.json, and makes the toy world and the corpus where there are none. The first
-    process does it; the others wait. What was appended is not in --corpus: where it is lost, that
-    is said once, and the next command starts without it."""
-    ann.barrier()               # the others have read what is there
+def settle(args):
+    """(Run, Plans) of this command: its run folder, new or existing, and the stages up to the one
+    it names. Finds mistakes in flags, examples and --start before anything is trained."""
+    out, kind = Path(args.out), args.task or args.stage
+    choose_device(args.device)          # only for its error
+    given = given_flags(args)
+    if (out / "run.json").exists():
+        run = read_run(out, args.blocks)
+        refuse_other_flags(run, given)
+    else:
+        for path in (*out.glob("*.pt"), *out.glob("memory")):
+            raise UserError(f"{path} is there, but {out / 'run.json'} is missing; restore it, or "
+                            "choose another --out")
+        run = Run(out, new_saved(given), args.blocks)
+    return run, [stage_plan(run, stage, args if stage == kind else None)
+                 for stage in run.stages_to(kind) if stage != "memory"]
+
+def announce(run, plans, args):
+    """Prints what the command is going to do: the stages that still have to run, with their steps
+    and where these come from."""
+    parts = []
+    for plan in plans:
+        default = run.plan(plan.kind).steps
+        why = f"preset {run.saved['preset']}" if plan.steps == default else "--steps"
+        checkpoint = run.checkpoint(plan)
+        if checkpoint is None:
+            parts.append(f"{plan.name} ({plan.steps:,} steps, {why})")
+        elif not checkpoint["about"]["finished"]:
+            parts.append(f"{plan.name} (from step {checkpoint['about']['step']:,} to {plan.steps:,})")
+        if plan.kind == "batch-tome" and args.stage != "batch-tome" \
+                and not run.folder("memory").exists():
+            parts.append("memory")
+    if args.append is not None:
+        parts.append(f"append {args.append}")
+    say(f"{run.out}: {', '.join(parts) or 'nothing is left to train'}.")
+
+# ---- What a command makes ------------------------------------------------------------------------
+
+def prepare(run, source):
+    """Makes the toy world, the corpus and run.json where they are missing. The first process does
+    it; the others wait. source: --corpus, or None."""
+    ann.barrier()               # all have read what is there
     if ann.rank_and_size()[0] == 0:
-        file, folder = run.out / "run.json", run.folder("corpus")
-        if run.saved["appended"] and not folder.exists():
-            write_json(file, run.saved | {"appended": []})
-            raise UserError(f"{folder} is missing, and with it all that was appended; the same "
-                            "command makes the corpus again: then append those files again")
-        write_json(file, run.saved)
-        make_corpus(run, run.saved["corpus"] or make_world(run.out / "world", run.seed))
-        run.sweep("corpus")
+        if not run.folder("corpus").exists():
+            if run.is_toy:
+                source = make_world(run.folder("world"), run.seed)
+            make_corpus(run, source or run.saved["corpus"]["path"], run.folder("corpus"))
+        if not (run.out / "run.json").exists():
+            write_json(run.out / "run.json", run.saved)
     ann.barrier()
 
 def make_world(folder, seed):
-    """The toy world of that seed, in place of another seed's. Returns its corpus file. A world that
-    somebody changed, or a folder that is none, stays as it is: an error."""
-    is_there = os.path.lexists(folder)
-    if is_there and data.open_folder(folder, "toy world")["seed"] == seed:
-        return folder / "corpus.jsonl"
-    say(f"No --corpus: making the toy world in {folder}.")
-    part = folder.with_name("world.part")
-    data.remove(part)
-    if is_there:
-        os.rename(folder, part)         # so that it is gone as a whole
-        data.remove(part)
-    data.toy(part, seed)
-    data.commit_folder(part, folder, format=data.FORMAT, seed=seed)
+    """Makes the toy world of that seed, if it is not there. Returns its corpus file."""
+    if not folder.exists():
+        say(f"No --corpus: making the toy world in {folder}.")
+        part = Path(f"{folder}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        data.toy(part, seed)
+        names = sorted(path.name for path in part.glob("*.jsonl"))
+        data.commit_folder(part, folder, names, format=data.FORMAT, seed=seed)
+    if data.open_folder(folder, "toy world")["seed"] != seed:
+        raise UserError(f"{folder} is the toy world of another --seed; choose another --out")
     return folder / "corpus.jsonl"
 
-def make_corpus(run, source, old=None):
-    """Tokenises `source` into the corpus of the run, if it is not there yet. Of a run `old` the
-    corpus and tokenizer stay, and the source follows."""
-    recipe, folder = run.recipe("corpus"), run.folder("corpus")
-    if folder.exists():
-        return
-    say(f"Tokenising {source}.")
-    if old:
+def make_corpus(run, source, folder, old=None, replace_articles=False, appended=()):
+    """Tokenises `source` into the folder. old: a Corpus that comes first, unchanged, whose
+    tokenizer is used; appended: what the new corpus says was appended to it."""
+    made_from = run.corpus_made_from()
+    if old is not None:
         tokenizer = old.tokenizer
     elif run.init:
         tokenizer = data.load_tokenizer(beside(run.init, "vocab.txt") or run.init)
     else:
-        texts = (text.text for text in data.read_corpus(source))
-        tokenizer = data.train_tokenizer(texts, recipe["vocab"])
-    corpus = data.Corpus.build(source, folder, tokenizer, recipe["passage_length"],
-                               recipe["max_length"], recipe, old and old.corpus)
+        say(f"Learning a vocabulary from {source}.")
+        tokenizer = data.train_tokenizer((text.text for text in data.read_corpus(source)),
+                                         made_from["vocab"])
+    say(f"Tokenising {source}.")
+    settings = run.settings
+    corpus = data.Corpus.build(source, folder, tokenizer, settings.passage_length,
+                               settings.max_length, settings.unseen, old, replace_articles,
+                               made_from=made_from, appended=list(appended))
+    read = appended[-1][0] if old is not None else None if run.is_toy else made_from["text"]
+    if read is not None and checksum(source) != read:
+        shutil.rmtree(folder)
+        raise UserError(f"{source} changed while it was read; run the command again")
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
-def make_memory(run, file=None):
-    """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
-    without training. run.json names the run's corpus, so it is written last."""
-    encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
-    is_first, folder = ann.rank_and_size()[0] == 0, run.folder("memory")
-    if folder.exists():         # the same recipe gives other bits on another number of processes
-        about = data.open_folder(folder, "memory", wanted=lambda name: False)
-        if about["encoder"] != encoder.fingerprint:
-            raise UserError(f"{folder} is of another batch-tome.pt; remove it, and tome.pt, which "
-                            "learnt from it, to make them again")
-    if file is not None and checksum(file) not in run.saved["appended"]:
-        old, old_folder, n = run, folder, len(run.corpus.article)
-        run = Run(old.out, old.saved | {"appended": [*old.saved["appended"], checksum(file)]})
-        if is_first:
-            make_corpus(run, file, old)
-        ann.barrier()
-        run.open(old.device.type)
-        n_there = run.corpus.meta["counts"].get("texts_already_there", 0)
-        say(f"memory: {len(run.corpus.article) - n:,} passages of {file} added to {n:,}"
-            + (f"; {n_there:,} texts were there, and stay as they are." if n_there else "."))
+def make_memory(run):
+    """The Mention Encoder encodes the corpus (§2.1.2), if that has not been done."""
     folder = run.folder("memory")
-    if not folder.exists():
-        build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
-                     run.recipe("memory"), old_folder)
-    if is_first:
-        if file is not None:
-            write_json(run.out / "run.json", run.saved)
-        run.sweep("corpus")
-        run.sweep("memory")
+    if folder.exists():
+        open_memory(run)                                # only for its errors
+        say_memory(folder)
+        return
+    encoder = load_model(run, "batch-tome").encoder
+    build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
+                 run.made_from("memory"))
+    say_memory(folder)
+
+def append(run, file, replace_articles):
+    """Adds a corpus file to what the model can look up, without training, as a new folder
+    appended-NNNN; training never uses it. replace_articles: articles of the file replace those of
+    the same title."""
+    run.open(run.device.type, appended=True)
+    before, is_first = run.base, ann.rank_and_size()[0] == 0
+    record, done = [checksum_of_file("--append", file), replace_articles], run.corpus.meta["appended"]
+    if record in done:
+        say(f"{file} was appended before, to {before}; nothing is left to do.")
+        return
+    encoder = load_model(run, "batch-tome").encoder
+    open_memory(run)                                    # only for its errors
+    folder = run.out / f"appended-{len(done) + 1:04d}"
+    part = Path(f"{folder}.part")
+    if is_first and appended_in(part) != [*done, record]:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        say_unknown_words(run, file)
+        make_corpus(run, file, part / "corpus", run.corpus, replace_articles, [*done, record])
     ann.barrier()
-    about = data.open_folder(folder, "memory", wanted=lambda name: False)   # whether all are there
+    n, run.corpus = len(run.corpus.article), data.Corpus(part / "corpus")
+    made_from = run.made_from("memory") | {"corpus": checksum(part / "corpus" / "meta.json")}
+    if not (part / "memory").exists():
+        build_memory(encoder, run.corpus, part / "memory", run.device,
+                     np.dtype(run.settings.memory_dtype), made_from, before / "memory")
+    if is_first:
+        os.rename(part, folder)
+        data.sync_folder(run.out)
+    ann.barrier()
+    say(f"{len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
+    say_memory(folder / "memory")
+
+def appended_in(part):
+    """What a half-made appended-NNNN.part was appended from, or None where its corpus is not
+    whole."""
+    if not (part / "corpus").exists():
+        return None
+    return data.open_folder(part / "corpus", "tokenised corpus")["appended"]
+
+def say_unknown_words(run, file):
+    """Names words of the file that the vocabulary lacks: the model never saw them in training."""
+    unknown = data.unknown_words(run.tokenizer, (text.text for text in data.read_corpus(file)))
+    if unknown:
+        shown = ", ".join(unknown[:10]) + (", …" if len(unknown) > 10 else "")
+        say(f"{file}: {len(unknown):,} words are not in the vocabulary, so that names with them are "
+            f"hardly recognised: {shown}")
+
+def say_memory(folder):
+    """Prints the size of a memory. Raises UserError where it is not whole."""
+    about = data.open_folder(folder, "memory", wanted=lambda name: False)
     say(f"memory: {about['n']:,} linked mentions in {folder}.")
 
 def log(out, record):
-    """Appends a line to log.jsonl, durably. After a crash a step can stand there twice, equally."""
+    """Appends a line to log.jsonl, durably. After a crash a step can occur twice, with the same
+    values."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
             if file.read() not in (b"", b"\n"):         # a crash cut the last line off
                 file.write(b"\n")
             file.write(json.dumps(record).encode() + b"\n")
-        data.sync(out / "log.jsonl")
+            file.flush()
+            os.fsync(file.fileno())
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and locks it: other commands are kept out, and the system takes the lock
-    back however this one ends. Nothing is written through a link, to what lies outside. A new
-    folder in which nothing was written is removed again."""
+    """Makes the run folder and locks it, so that other commands are refused. The system releases
+    the lock however this command ends. A new folder that stays empty is removed again."""
     is_new = not os.path.exists(out)
     os.makedirs(out, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
+    folder = None
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--out {out}: another train.py is at work there") from None
-        except OSError:
-            say(f"{out} cannot be locked: start no second train.py there.")
-        for path in (*Path(out).glob("*.part"), Path(out, "log.jsonl")):
-            if path.is_symlink():
-                raise UserError(f"{path} is a link; remove it: nothing is written outside of --out")
+        import fcntl
+        folder = os.open(out, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise UserError(f"--out {out}: another train.py is at work there") from None
+    except (ImportError, OSError):          # Windows; some network drives
+        say(f"{out} cannot be locked: start no second train.py there.")
+    try:
         yield
     finally:
-        os.close(folder)
         if is_new:
-            with suppress(OSError):     # it is not empty
+            with suppress(OSError):         # it is not empty
                 os.rmdir(out)
+        if folder is not None:
+            os.close(folder)
 
 # ==== Set apart: the command line =================================================================
 
 @contextmanager
 def signals_to(handler):
-    """Ctrl-C and SIGTERM call handler(number, frame)."""
+    """Ctrl-C and SIGTERM call handler(number, frame). Outside of the main thread, as in a notebook,
+    Python handles no signals, and nothing happens here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -1310,12 +1520,12 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Faster float32 products on processors without AMX: there oneDNN's setting "bf16" still
-    computes in float32, on AMD's in half of MKL's time. Undone where a test product is not exact.
-    It must be on wherever bits are to agree.
+    """Faster float32 products on processors without AMX: oneDNN's setting "bf16" still computes in
+    float32 there, on AMD's in half of MKL's time. Undone where a test product is not exact. It has
+    to be on wherever bits are to agree.
 
-    oneDNN, and PyTorch beside it, keep a compiled product for each shape, and batches have many
-    shapes: 1,024 of them take gigabytes (and time), so fewer are kept."""
+    oneDNN, and PyTorch beside it, keep a compiled product for each shape. Batches have many shapes,
+    and the default of 1,024 of them takes gigabytes, so fewer are kept."""
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "128")         # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
@@ -1350,7 +1560,7 @@ def say_figures(figures, place=""):
         say_figures(figures[key], f"{place}{key} ")
 
 def choose_device(name=None):
-    """The torch.device of --device; with several processes, a GPU for each."""
+    """The torch.device of --device; with several processes, a GPU for each. Raises UserError."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
     if name != "cpu" and torch.cuda.is_available():
@@ -1361,102 +1571,118 @@ def choose_device(name=None):
     return torch.device("cpu")
 
 def join_processes(device):
-    """Where torchrun started several: this one joins the others. A process that dies closes its
-    connections, so the others know at once. The time limit is for the living, which wait while the
-    first one tokenises the corpus."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        device = choose_device(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=1))
-
-def setting(text):
-    """NAME=VALUE -> (name, value), of the type that the field has."""
-    name, _, value = text.partition("=")
-    if name not in SETTABLE:
-        raise argparse.ArgumentTypeError(f"{name} is no setting; there are {', '.join(SETTABLE)}")
-    return name, SETTABLE[name](value)      # argparse names what this cannot convert
+    """Joins the other processes that torchrun started, if any. A process that dies closes its
+    connections, so the others know at once. Raises UserError where the others are not there within
+    minutes; once they are, they may wait for a day while the first one tokenises the corpus."""
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+    values = {name: os.environ.get(name) for name in names if name in os.environ}
+    if values.get("WORLD_SIZE", "1") == "1":
+        return
+    if len(values) < len(names) or not all(value.isdecimal() for value in values.values()) \
+            or not int(values["RANK"]) < int(values["WORLD_SIZE"]):
+        raise UserError(f"WORLD_SIZE is {values['WORLD_SIZE']!r}, but the other variables of "
+                        "torchrun do not fit; start several processes with torchrun, or unset it")
+    device = choose_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    minutes, day = timedelta(minutes=2), timedelta(days=1)
+    with signals_to(signal.SIG_DFL):        # Python's handlers cannot run while C++ connects
+        store, rank, size = next(dist.rendezvous("env://", timeout=minutes))
+        store.set(f"process {rank}", "here")
+        store.wait([f"process {i}" for i in range(size)], minutes)
+        store.set_timeout(day)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=size, timeout=day)
 
 TRAINED = ("batch-tome", "tome", "finetune")
 GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
-             "append": ("memory",), "task": ("finetune",), "examples": ("finetune",),
-             "n_search": ("tome", "finetune")}
+             "append": ("memory",), "replace": ("memory",), "task": ("finetune",),
+             "examples": ("finetune",), "n_search": ("tome", "finetune"),
+             "blocks": ("tome", "finetune")}
 
 def parse_arguments(argv):
     """The command line. A flag that would do nothing is refused: it was meant for another stage."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     add = parser.add_argument
-    add("--stage", choices=("batch-tome", "memory", "tome", "finetune"), required=True)
-    add("--preset", choices=list(PRESETS))
-    add("--corpus", type=os.path.abspath, metavar="FILE",
-        help="JSON lines, plain or .gz (README); none: the toy world")
+    add("--stage", choices=STAGES[1:], required=True)
     add("--out", help="folder of the run (default: runs/<preset>)")
-    add("--blocks", type=int, choices=(1, 2), help="TOME-1 or TOME-2")
-    add("--task", choices=("claims", "qa"), help="of --stage finetune")
-    add("--examples", metavar="FILE", help="to learn from (default: the toy world's, of one fact)")
-    add("--steps", type=data.at_least(0), help="of the stage named, instead of the preset's")
-    add("--batch", type=data.at_least(1), help="passages or examples a step, likewise")
-    add("--lr", type=float, help="largest learning rate, likewise")
-    add("--seed", type=data.at_least(0))
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--init", type=os.path.abspath, metavar="PATH", help="a BERT's folder that batch-tome "
-        "starts from, or a BATCH-TOME file of the paper's own code, which is taken as trained")
-    add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
-    add("--start", metavar="FILE", help="start from the weights of this .pt file, or of a TOME "
-        "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
-    add("--set", action="append", type=setting, metavar="NAME=VALUE", help="a field of "
-        "Settings or Config, such as memory=entities (a baseline); may be repeated")
-    add("--n-search", type=data.at_least(1), help="search the memory in so many of 4 sqrt(N) "
-        "buckets (app. C.1) for N memories in a process (default: exactly)")
     add("--quiet", action="store_true", help="no report at the end")
+    group = parser.add_argument_group("a new run; in an existing folder these may be left out")
+    add = group.add_argument
+    add("--preset", choices=list(PRESETS))
+    add("--seed", type=int)
+    add("--corpus", type=os.path.abspath, metavar="FILE",
+        help="JSON lines, plain or .gz (README); default: the toy world")
+    add("--init", type=os.path.abspath, metavar="PATH", help="a BERT's folder to start batch-tome "
+        "from, or a BATCH-TOME file of the paper's own code, which counts as trained")
+    add("--from", type=os.path.abspath, metavar="DIR", help="use the results of this run from "
+        "before the stage; settings that they do not depend on may be changed")
+    group = parser.add_argument_group("the stage; stored in its file when it begins")
+    add = group.add_argument
+    add("--blocks", type=int, choices=(1, 2), help="TOME-1 (default) or TOME-2")
+    add("--steps", type=int, help="instead of the preset's")
+    add("--batch", type=int, help="passages or examples per step")
+    add("--lr", type=float, help="largest learning rate")
+    add("--start", metavar="FILE", help="start from the weights of this .pt file, of a TOME file of "
+        "the paper's own code (with --steps 0: taken as trained), or from scratch")
+    add("--n-search", type=int, help="search the memory in this many of 4 sqrt(N) buckets (app. "
+        "C.1) for N memories in a process (default: exactly)")
+    add("--task", choices=("claims", "qa"), help="of --stage finetune")
+    add("--examples", metavar="FILE", help="examples to train on (default: the toy world's)")
+    add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
+    add("--replace", action="store_true", default=None, help="with --append: its articles replace "
+        "those of the same title")
+    group = parser.add_argument_group("settings of a new run (default: the preset's)")
+    for name, f in FLAGS.items():
+        choices = f.metadata["allowed"] if isinstance(f.default, str) else None
+        group.add_argument(flag(name), type=type(f.default), choices=choices, help=f.metadata["help"],
+                           metavar=None if choices else type(f.default).__name__.upper())
     args = parser.parse_args(argv)
-    for flag, stages in GOES_WITH.items():
-        if getattr(args, flag) is not None and args.stage not in stages:
-            parser.error(f"--{flag.replace('_', '-')} goes with --stage {' or '.join(stages)}")
+    for name, stages in GOES_WITH.items():
+        if getattr(args, name) is not None and args.stage not in stages:
+            parser.error(f"{flag(name)} goes with --stage {' or '.join(stages)}")
     if args.stage == "finetune" and not args.task:
         parser.error("--stage finetune needs --task")
-    args.set = dict(args.set) if args.set else None
+    if args.replace and args.append is None:
+        parser.error("--replace goes with --append")
+    args.blocks = args.blocks or 1
     args.out = args.out or f"runs/{args.preset or 'toy'}"
     return args
 
 def train(args):
-    """The stage named, after the stages before it that are not done; then what --append adds."""
-    run, named = settle(args), args.task or args.stage
+    """Runs the stages up to the one named that are not finished; then appends."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
-    prepare(run)
+    ann.barrier()               # the first process has made what --from asks for
+    run, plans = settle(args)
+    announce(run, plans, args)
+    prepare(run, args.corpus)
     run.open(args.device)
-    for kind in run.stages_to(named):
-        checkpoint, recipe, started = run.checkpoint(kind), run.recipe(kind), time.time()
+    for plan in plans:
+        started, checkpoint = time.time(), run.checkpoint(plan)
         ann.barrier()               # all have read what this stage may write
-        if kind == "memory":
+        if checkpoint is None or not checkpoint["about"]["finished"]:
+            say(f"Stage {plan.name}, in {precision_on(run.config, run.device)}.")
+            train_stage(run, plan, checkpoint)
+            how = "finished" if plan.steps else "taken as trained"
+            say(f"Stage {plan.name} {how} in {time.time() - started:.0f} s.")
+        if plan.kind == "batch-tome" and args.stage != "batch-tome":
             make_memory(run)
-        elif is_done(checkpoint):
-            say(f"{kind}: already trained ({run.out / kind}.pt).")
-        else:
-            say(f"Stage {kind}, in {precision_on(run.config, run.device)}.")
-            files = {name: getattr(args, name) for name in ("start", "examples")
-                     if kind == named and getattr(args, name)}
-            if recipe["start"] and not (checkpoint or "start" in files):
-                raise UserError(f"{kind} is to start from other weights: name them again, with "
-                                f"--stage {stage_of(kind)} --start")
-            train_stage(run, STAGES[kind](run, recipe, **files), recipe, checkpoint)
-            how = "done" if recipe["steps"] else "taken as trained"
-            say(f"Stage {kind} {how} in {time.time() - started:.0f} s.")
     if args.append is not None:
-        make_memory(run, args.append)
+        append(run, args.append, bool(args.replace))
 
 def report(args):
-    """eval.py's report, as a command of its own. Returns the exit status. Several processes only
-    name the command: a memory that fills them all may be too much for one."""
-    flags = [f"--{name}={getattr(args, name)}" for name in ("out", "task", "device")
+    """Runs eval.py on the result; returns its exit status. Several processes only print the
+    command: a memory that fills them all may be too large for one."""
+    flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
-    flags_of_run = read_run(args.out).saved["stages"].get(args.task or args.stage, {})
-    if "n_search" in flags_of_run:      # perhaps of an earlier command
-        flags.append(f"--n-search={flags_of_run['n_search']}")
+    run = read_run(args.out, args.blocks)
+    checkpoint = run.checkpoint(run.plan(args.task or args.stage))
+    if checkpoint["about"]["n_search"]:
+        flags.append(f"--n-search={checkpoint['about']['n_search']}")
     if ann.rank_and_size()[1] > 1:
-        say(f"Done; python eval.py {' '.join(flags)} shows what was learnt.")
+        say(f"Finished; python eval.py {' '.join(flags)} shows what was learned.")
         return 0
     sys.stdout.flush()
     torch.cuda.empty_cache()            # eval.py needs what this process no longer uses
@@ -1466,36 +1692,39 @@ def main(argv=None):
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
     args, status = parse_arguments(argv), 0
     try:
-        # In the loop of train_stage another handler lets the step at work be ended and saved first.
+        # While a stage is trained, another handler finishes the step and saves first.
         with signals_to(signal.default_int_handler):
             fast_matmul()
             join_processes(args.device)
-            with alone_in(args.out) if ann.rank_and_size()[0] == 0 else nullcontext():
+            is_first = ann.rank_and_size()[0] == 0
+            if is_first:
+                inherit(args)
+            with alone_in(args.out) if is_first else nullcontext():
                 train(args)
             if args.stage in ("tome", "finetune") and not args.quiet:
                 status = report(args)
     except KeyboardInterrupt as stop:
-        say(f"{str(stop) or 'Stopped'}; the same command goes on from there.")
+        say(f"{str(stop) or 'Stopped'}; the same command continues from there.")
         status = 130
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
             error.filename = error.filename or args.out
         status = data.complain("train.py", error)
     except (RuntimeError, MemoryError) as error:
-        reason = f"out of memory ({' '.join(str(error).split()):.150})"
+        reason = " ".join(str(error).split("\nException raised from")[0].split())
         if "gloo" in str(error) or isinstance(error, dist.DistError):
-            reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-            reason = f"another process has ended or cannot be reached ({reason}); mend what it says"
-        elif not data.is_out_of_memory(error):
+            status = data.complain("train.py", "another process has ended, or the processes cannot "
+                                   f"reach each other ({reason:.500}); mend what it says")
+        elif data.is_out_of_memory(error):
+            status = data.complain("train.py", f"out of memory ({reason:.150}); the same command "
+                                   "continues from the last checkpoint")
+        else:
             raise
-        status = data.complain("train.py", f"{reason}; the same command goes on from the last "
-                               "checkpoint")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return status
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):     # a terminal that is not UTF-8
-        stream.reconfigure(errors="backslashreplace")
+    data.print_any_text()
     sys.exit(main())
