@@ -581,76 +581,7 @@ def new_batch_tome(run, seed):
     if not run.init:
         start_positions(model)
         return model
-    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
-        raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
-                        "made; restore them, or choose another --out")
-    _, state, lacks, unused = read_published(run.init, run.config)
-    model.load_state_dict(state, strict=False)
-    say_of_file(run.init, lacks, unused)
-    tome, special = model.tome, run.corpus.special
-    if run.has_batch_tome:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
-    # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
-    # quotation mark, which also surrounds names.
-    quote = run.tokenizer.token_to_id('"')
-    if quote is not None and not run.has_batch_tome:
-        word = tome.embeddings.word.weight.data
-        word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
-    if "mlm" in lacks:
-        tome.mlm.bias.data = word_frequencies(run)
-    return model
-
-def word_frequencies(run):
-    """(vocab,) log frequencies of the words in training passages, the initial bias of an MLM head;
-    to learn these alone takes a thousand steps."""
-    in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
-    tokens = run.corpus.tokens[in_training][:10 ** 7]
-    words = tokens[run.corpus.maskable[tokens]]
-    counts = np.bincount(words, minlength=run.config.vocab_size) + 1
-    return torch.from_numpy(np.log(counts / counts.sum())).float()
-
-def say_of_file(path, lacks, unused):
-    """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
-    if unused:
-        say(f"{path}: not used: {', '.join(unused)}.")
-
-def read_start(run, path):
-    """The weights of --start: another checkpoint of ours, or one of the paper's own code. Raises
-    UserError where it contains no TOME of this width."""
-    if zipfile.is_zipfile(path) or path.endswith(".pt"):
-        checkpoint = read_checkpoint(path, "give another --start")
-        saved, meta = checkpoint["model"], run.out / "corpus/meta.json"
-        if meta.exists() and read_json(meta)["crc32"]["vocab.txt"] != checkpoint["about"]["vocab"]:
-            raise UserError(f"--start {path}: it has the vocabulary of another corpus")
-    else:
-        _, saved, lacks, unused = read_published(path, run.config)
-        if "encoder.key.linear.weight" in saved:
-            raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
-        lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
-        say_of_file(path, lacks, unused)
-        saved = part_of(saved, "encoder.tome.")
-    words = saved.get("embeddings.word.weight")
-    if words is None or words.shape[1] != run.config.hidden:
-        raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
-    return saved
-
-def start_from(run, tome, plan):
-    """Loads the weights of --start (app. B.6), or for "scratch" random weights (with --init:
-    BERT's), of another seed than BATCH-TOME's, which are those that the memory's encoder was
-    trained from. What the checkpoint lacks, such as memory layers, is random."""
-    if plan.start is None or run.path(plan).exists():
-        return
-    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
-    path = plan.start[0][0]
-    saved = {} if path == "scratch" else read_start(run, path)
-    needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
-    layers = {name for name in saved if ".transformer." in name}
-    is_other_shape = any(saved[name].shape != state[name].shape
-                         for name in state.keys() & saved.keys())
-    if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
-        raise UserError(f"--start {path}: it contains no TOME of these dimensions")
-    tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
+    return with_published(run, model)
 
 def open_memories(run, tome, n_search):
     """(the memory of the whole corpus, its rows from passages that are not held out). A baseline
@@ -867,6 +798,81 @@ def read_task_examples(run, plan):
                         "is set aside, and answers must be entities of the corpus; add examples")
     return examples, dev
 
+# ==== Set apart: published weights ================================================================
+
+def with_published(run, model):
+    """A BATCH-TOME with the weights of --init. Prints what these lack. Raises UserError."""
+    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
+        raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
+                        "made; restore them, or choose another --out")
+    _, state, lacks, unused = read_published(run.init, run.config)
+    model.load_state_dict(state, strict=False)
+    say_of_file(run.init, lacks, unused)
+    tome, special = model.tome, run.corpus.special
+    if run.has_batch_tome:
+        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
+    # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
+    # quotation mark, which also surrounds names.
+    quote = run.tokenizer.token_to_id('"')
+    if quote is not None and not run.has_batch_tome:
+        word = tome.embeddings.word.weight.data
+        word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
+    if "mlm" in lacks:
+        tome.mlm.bias.data = word_frequencies(run)
+    return model
+
+def word_frequencies(run):
+    """(vocab,) log frequencies of the words in training passages, the initial bias of an MLM head;
+    to learn these alone takes a thousand steps."""
+    in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
+    tokens = run.corpus.tokens[in_training][:10 ** 7]
+    words = tokens[run.corpus.maskable[tokens]]
+    counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+    return torch.from_numpy(np.log(counts / counts.sum())).float()
+
+def say_of_file(path, lacks, unused):
+    """Prints what a published file lacks, and which of its tensors are not used."""
+    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
+    if unused:
+        say(f"{path}: not used: {', '.join(unused)}.")
+
+def read_start(run, path):
+    """The weights of --start: another checkpoint of ours, or one of the paper's own code. Raises
+    UserError where it contains no TOME of this width."""
+    if zipfile.is_zipfile(path) or path.endswith(".pt"):
+        checkpoint = read_checkpoint(path, "give another --start")
+        saved, meta = checkpoint["model"], run.out / "corpus/meta.json"
+        if meta.exists() and read_json(meta)["crc32"]["vocab.txt"] != checkpoint["about"]["vocab"]:
+            raise UserError(f"--start {path}: it has the vocabulary of another corpus")
+    else:
+        _, saved, lacks, unused = read_published(path, run.config)
+        if "encoder.key.linear.weight" in saved:
+            raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
+        lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
+        say_of_file(path, lacks, unused)
+        saved = part_of(saved, "encoder.tome.")
+    words = saved.get("embeddings.word.weight")
+    if words is None or words.shape[1] != run.config.hidden:
+        raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
+    return saved
+
+def start_from(run, tome, plan):
+    """Loads the weights of --start (app. B.6), or for "scratch" random weights (with --init:
+    BERT's), of another seed than BATCH-TOME's, which are those that the memory's encoder was
+    trained from. What the checkpoint lacks, such as memory layers, is random."""
+    if plan.start is None or run.path(plan).exists():
+        return
+    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
+    path = plan.start[0][0]
+    saved = {} if path == "scratch" else read_start(run, path)
+    needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
+    layers = {name for name in saved if ".transformer." in name}
+    is_other_shape = any(saved[name].shape != state[name].shape
+                         for name in state.keys() & saved.keys())
+    if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
+        raise UserError(f"--start {path}: it contains no TOME of these dimensions")
+    tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
+
 # ==== Set apart: presets ==========================================================================
 # What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
 # Their models are small and their steps few, so learning rates are 6 to 100 times the paper's.
@@ -970,6 +976,9 @@ class Run:
             for defaults in (Settings(), Config(n_blocks=blocks)))
         self.settings.schedule = {kind: Schedule(**saved["schedule"][kind])
                                   for kind in self.settings.schedule}
+        for schedule in self.settings.schedule.values():
+            check_values({name: getattr(schedule, name) for name in ("steps", "lr", "batch")},
+                         STAGE_FLAGS)
         if self.config.hidden % 2 or self.config.hidden % self.config.n_heads:
             raise UserError("--hidden must be even, and a multiple of --n-heads")
         if self.config.n_upper % blocks and self.config.n_upper > 1:
@@ -991,7 +1000,8 @@ class Run:
         if not folder.exists():
             raise missing(folder, "tome")
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
-        check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
+        with intact(folder, remedy="remove it to make it again"):
+            check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
         self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
@@ -1086,7 +1096,9 @@ def read_run(out, blocks=1):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
-        return Run(out, saved, blocks)
+        run = Run(out, saved, blocks)
+        run.corpus_made_from()                          # only for its errors
+        return run
 
 def open_run(out, task=None, device=None, n_search=0, blocks=1):
     """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
