@@ -952,14 +952,6 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         check_values({name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
         return {**checkpoint, "about": about, "plan": plan}
 
-def check_sources(path, made_from, wanted):
-    """Raises UserError where a result was made from other files than those that are there. Both:
-    {name: checksum}."""
-    for name, crc32 in wanted.items():
-        if made_from.get(name) != crc32:
-            raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
-                            "or choose another --out")
-
 class Run:
     """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
     the corpus, tokenizer and device. Neither writes anything. Raises UserError for settings that
@@ -1001,7 +993,7 @@ class Run:
             raise missing(folder, "tome")
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
         with intact(folder, remedy="remove it to make it again"):
-            check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
+            self.check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
         self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
@@ -1051,6 +1043,16 @@ class Run:
         paths = {"corpus": self.out / "corpus/meta.json"} | {p.name: self.path(p) for p in plans}
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
+    def check_sources(self, path, made_from, wanted):
+        """Raises UserError where a result was made from other files than those that are there.
+        Both: {name: checksum}."""
+        for name, crc32 in wanted.items():
+            if made_from.get(name) != crc32:
+                if (source := self.out / f"{name}.pt").exists():
+                    read_checkpoint(source)                 # says so if that one is damaged
+                raise UserError(f"{path} was made from another {name}; remove {path} to make it "
+                                "again, or choose another --out")
+
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
         path = self.path(plan)
@@ -1058,7 +1060,7 @@ class Run:
             return None
         checkpoint = read_checkpoint(path)
         with intact(path):
-            check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
+            self.check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1082,7 +1084,7 @@ def open_memory(run, n_search=0):
             raise missing(path, stage)
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
-    check_sources(folder, made_from, run.made_from("memory") | corpus)
+    run.check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
     memory = memory if bool(is_kept.all()) else memory.select(is_kept)
     return memory.changed(n_search=n_search or None)
@@ -1179,7 +1181,8 @@ def inherit(args):
             source = old.out / name
             if source.is_dir():
                 shutil.copytree(source, part / name, copy_function=data.link)
-                data.sync_folder(part / name)
+                for folder, _, _ in os.walk(part / name):
+                    data.sync_folder(folder)
             elif source.exists() and read_checkpoint(source)["about"]["finished"]:
                 data.link(source, part / name)
         write_json(part / "run.json", saved)
@@ -1369,6 +1372,7 @@ def append(run, file, replace_articles):
     if is_first and appended_in(part) != [*done, record]:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
+        data.sync_folder(run.out)
         say_unknown_words(run, file)
         make_corpus(run, file, part / "corpus", run.corpus, replace_articles, [*done, record])
     ann.barrier()
@@ -1419,9 +1423,9 @@ def log(out, record):
 def alone_in(out):
     """Makes the run folder and locks it, so that other commands are refused. The system releases
     the lock however this command ends. A new folder that stays empty is removed again."""
-    is_new = not os.path.exists(out)
+    is_new, folder = not os.path.exists(out), None
     os.makedirs(out, exist_ok=True)
-    folder = None
+    data.sync_folder(Path(out).absolute().parent)
     try:
         import fcntl
         folder = os.open(out, os.O_RDONLY)
