@@ -725,8 +725,8 @@ def toy_file(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not run.is_toy or not path.is_file():
-        raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
-    data.open_folder(path.parent, "toy world", lambda name: name == path.name)
+        raise UserError(f"{path}: no such file; --examples needs a file of JSON lines (README)")
+    data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
     return path
 
 def clozes_of(run, example, rng):
@@ -936,6 +936,13 @@ def missing(path, stage, how="missing"):
     """The error where a result that a command needs is not there."""
     return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
 
+def with_file(path, check, *arguments):
+    """check(*arguments), whose errors then name the file that the values come from."""
+    try:
+        return check(*arguments)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+
 def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
     unpickled, so a stranger's file runs no code. Raises UserError."""
@@ -949,7 +956,10 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         if about["format"] != data.FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
-        check_values({name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
+        steps = [] if about["finished"] is True else [about["step"], about["evaluated"]]
+        if not all(type(step) is int for step in steps) or type(about["made_from"]) is not dict:
+            raise ValueError("its steps or sources are not what they should be")
+        with_file(path, check_values, {name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
         return {**checkpoint, "about": about, "plan": plan}
 
 class Run:
@@ -1059,8 +1069,9 @@ class Run:
         if not path.exists():
             return None
         checkpoint = read_checkpoint(path)
-        with intact(path):
-            self.check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
+        if checkpoint["plan"].name != plan.name:
+            raise UserError(f"{path} is {checkpoint['plan'].name}; give it its name, or remove it")
+        self.check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1084,7 +1095,8 @@ def open_memory(run, n_search=0):
             raise missing(path, stage)
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
-    run.check_sources(folder, made_from, run.made_from("memory") | corpus)
+    with intact(folder, remedy="remove it to make it again"):
+        run.check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
     memory = memory if bool(is_kept.all()) else memory.select(is_kept)
     return memory.changed(n_search=n_search or None)
@@ -1098,9 +1110,11 @@ def read_run(out, blocks=1):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
-        run = Run(out, saved, blocks)
-        run.corpus_made_from()                          # only for its errors
-        return run
+        for name, keys in (("corpus", {"path", "checksum"}),
+                           ("init", {"path", "vocab", "weights", "trained"})):
+            if saved[name] is not None and saved[name].keys() != keys:
+                raise ValueError(f"{name} is not what it should be")
+        return with_file(path, Run, out, saved, blocks)
 
 def open_run(out, task=None, device=None, n_search=0, blocks=1):
     """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
