@@ -185,8 +185,10 @@ def epochs_of(run, number, items):
 def masked_batch(run, passages, number, step):
     """A batch for MLM: whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
-    return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                           settings.mentions, run.is_withheld, settings.all_of_entity)
+    batch = data.corpus_batch(run.corpus, passages)
+    batch = data.sample_mentions(batch, settings.mentions, rng)
+    return data.mask_batch(batch, run.corpus, rng, settings.mention_rate, settings.token_rate,
+                           settings.all_of_entity)
 
 def training_passages(run):
     """Numbers of the passages that have a linked mention and are not held out."""
@@ -242,8 +244,8 @@ def batch_tome_stage(run, recipe):
             rng = np.random.default_rng([run.seed, 7])
             batches = []
             for part in np.array_split(sample, -(-len(sample) // 32)):
-                batch = data.make_batch(corpus, part, rng, mention_rate=0.5, token_rate=0.1,
-                                        max_mentions=None, is_withheld=run.is_withheld)
+                batch = data.corpus_batch(corpus, part)
+                batch = data.mask_batch(batch, corpus, rng, mention_rate=0.5, token_rate=0.1)
                 batch.entity[run.is_withheld[batch.entity.numpy()]] = 0     # not linked for the fit
                 batches.append(batch.to(run.device))
             fit_retrieval(model.eval(), batches)
