@@ -559,7 +559,8 @@ def fuzz_corpus(folder, lines, tokenizer):
     assert counts["texts"] == len(kept)
     assert counts["mentions_read"] == sum(len(t.mentions) for t in kept)
     assert counts["mentions_read"] == counts["mentions"] + sum(corpus.meta["dropped"].values())
-    data.make_batch(corpus, range(len(corpus.article)), np.random.default_rng(0), .2, .1, 4)
+    rng, batch = np.random.default_rng(0), data.corpus_batch(corpus, range(len(corpus.article)))
+    data.mask_batch(data.sample_mentions(batch, 4, rng), corpus, rng)
     return len(kept), len(errors), empty
 
 def fuzz_example(folder, line, task, tokenizer, entity_index):

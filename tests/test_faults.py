@@ -402,9 +402,9 @@ def test_a_read_only_disk_is_one_sentence(reference, small, disk):
 
 @pytest.mark.parametrize("value", ["nan", pytest.param("inf", marks=slow)])
 def test_a_loss_that_is_no_number_names_step_and_batch(reference, small, tmp_path, monkeypatch, value):
-    real, made, batches = train.mlm_loss, data.make_batch, []
-    monkeypatch.setattr(data, "make_batch",
-                        lambda corpus, passages, *a, **b: batches.append(passages) or made(corpus, passages, *a, **b))
+    real, made, batches = train.mlm_loss, train.masked_batch, []
+    monkeypatch.setattr(train, "masked_batch",
+                        lambda run, passages, *a: batches.append(passages) or made(run, passages, *a))
     monkeypatch.setattr(train, "mlm_loss", lambda *a: real(*a) * (float(value) if len(training()) == 4 else 1))
 
     def training():
