@@ -210,7 +210,7 @@ def eval_batch(corpus, mentions) -> Batch:
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of the held-out mentions that the model can fill in from the memory only.
+    """Numbers of the held-out mentions that the memory can fill in, and their own passage cannot.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
     the mention's own passage. Mentions of the article's title are left out, because most of its
@@ -245,7 +245,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
             return clusters + found
         clusters += [cluster for cluster in found if len(cluster) == size]
         unfilled = [cluster for cluster in found if len(cluster) < size]
-        passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # possibly of none
+        passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # there may be none
 
 def articles_with(keys) -> dict:
     """{key: array of articles}, from the set of keys of each article."""
@@ -372,15 +372,14 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 #     whom such a description means. It is the first hop of the question "Where was Silent Garden's
 #     director born?", in which the description is not linked.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
-#     facts with this relation, so an object is as frequent in false claims as in true ones, and a
-#     claim by itself does not show whether it is true.
+#     facts with this relation. So an object is about as frequent in false claims as in true ones,
+#     and a claim by itself does not show whether it is true.
 
 class Relation(NamedTuple):
-    """A relation. In its sentences, S is the subject, O the object, and "S's N" a description of O.
-    """
+    """A relation. In its sentences, S is the subject, O the object and N the noun."""
     subject: str            # the kind of its subjects: "film"
     object: str             # the kind of its objects: "person"
-    noun: str               # N: "director"
+    noun: str               # "S's N" describes O: "director"
     phrases: list           # for the five passages: "S was directed by O.", …
     claims: list            # two sentences that are in no passage: "O directed S.", …
     questions: list         # two: "Who directed S?", …
@@ -451,14 +450,14 @@ def toy_line(key, sentences, **others) -> dict:
     return {key: text, "mentions": mentions, **others}
 
 def stated_facts(rng, relations) -> list:
-    """The relations of its subject that a passage tells, in order: all of them, in random order."""
+    """Which relations of its subject a passage states, in order: all of them, in random order."""
     return rng.permutation(list(relations)).tolist()
 
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world: five passages per subject.
 
-    described: the facts that two of the five passages describe; a held-out passage always states
-    them. split: "train" (5% of the passages are held out all the same) or "held_out"."""
+    described: the facts that two passages describe instead of stating them. A held-out passage
+    states every fact. split: "train", although 5% of the passages are held out, or "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -489,8 +488,8 @@ def two_hops(facts, plain) -> list:
              "bridge": bridge} for (subject, first), bridge in facts.items()
             for second in RELATIONS if plain.get((bridge, second), subject) != subject]
 
-def about(fact, phrase, claimed=None) -> tuple:
-    """A sentence about the subject of what is asked, or about "subject's noun" in two hops."""
+def example_sentence(fact, phrase, claimed=None) -> tuple:
+    """A sentence for toy_line about the fact's subject or, in two hops, about "subject's noun"."""
     subject, noun = fact["subject"], RELATIONS[fact["relations"][0]].noun
     if "bridge" in fact:
         phrase = re.sub(r"\bS\b", "S's N", phrase)
@@ -508,14 +507,15 @@ def toy_examples(rng, asked, limit) -> dict:
         fact, obj = asked[i], asked[i]["object"]
         relation = RELATIONS[fact["relations"][-1]]
         for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
-            qa.append(toy_line("question", [about(fact, phrase)], answers=[obj], **fact))
+            said = example_sentence(fact, phrase)
+            qa.append(toy_line("question", [said], answers=[obj], **fact))
         wrong = [other for other in objects[fact["relations"][-1]] if other not in fact.values()]
         if not wrong:
             continue
         for phrase in relation.claims if limit is None else [rng.choice(relation.claims)]:
             other = wrong[rng.integers(len(wrong))]
             for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
-                said = about(fact, phrase, claimed)
+                said = example_sentence(fact, phrase, claimed)
                 claims.append(toy_line("text", [said], label=label, **fact))
     return {"qa": qa, "claims": claims[:limit]}
 
@@ -614,6 +614,7 @@ NAMES = {
         Whisper Anthem Bells Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory
         Mountain Night Ocean Painter Road Sailor Storm Summer Thief Tower""",
 }
+
 # Number of names in the training world. With fewer, the model memorises whole names, and takes an
 # unseen name for a known one that shares a word with it.
 COUNTS = {"person": 1400, "city": 385, "country": 105, "company": 385, "film": 600}
