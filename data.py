@@ -859,7 +859,7 @@ def write_file(path, write):
 
 def sync(path):
     """Makes the contents of a file survive a power cut."""
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:             # Windows syncs only what can be written
         os.fsync(file.fileno())
 
 def sync_folder(path):

@@ -1192,8 +1192,9 @@ def inherit(args):
     results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"], "memory": ["memory"],
                "tome": ["tome-1.pt", "tome-2.pt"]}
     part = Path(f"{out}.part")
-    shutil.rmtree(part, ignore_errors=True)
     with alone_in(part):
+        for path in part.iterdir():                 # of a command that was killed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in sum((results[stage] for stage in STAGES[:at]), []):
             source = old.out / name
             if source.is_dir():
@@ -1259,7 +1260,8 @@ def stage_flags(run, args):
     if args.start is not None:
         crc32 = 0 if args.start == "scratch" else file_checksum("--start", args.start)
         flags["start"] = [[args.start, crc32]]
-        read_start(run, args.start)                                     # only for its errors
+        if args.start != "scratch":
+            read_start(run, args.start)                                 # only for its errors
     if args.examples is not None:
         paths = [args.examples, *map(str, dev_files(args.examples))]
         flags["examples"] = [[path, file_checksum("--examples", path)] for path in paths]
@@ -1532,14 +1534,16 @@ def join_processes(device):
     """Joins the other processes that torchrun started, if any. A process that dies closes its
     connections, so the others know at once. Raises UserError where the others are not there within
     minutes; once they are, they may wait for a day while the first one tokenises the corpus."""
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
-    values = {name: os.environ.get(name) for name in names if name in os.environ}
-    if values.get("WORLD_SIZE", "1") == "1":
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size == "1":
         return
-    if len(values) < len(names) or not all(value.isdecimal() for value in values.values()) \
-            or not int(values["RANK"]) < int(values["WORLD_SIZE"]):
-        raise UserError(f"WORLD_SIZE is {values['WORLD_SIZE']!r}, but the other variables of "
-                        "torchrun do not fit; start several processes with torchrun, or unset it")
+    try:
+        rank, _, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"))
+        if not 0 <= rank < int(world_size) or not 0 < port < 2**16 or "MASTER_ADDR" not in os.environ:
+            raise ValueError
+    except (ValueError, LookupError):
+        raise UserError(f"WORLD_SIZE is {world_size!r}, but the other variables of torchrun do not "
+                        "fit; start several processes with torchrun, or unset it") from None
     device = choose_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
