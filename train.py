@@ -1539,7 +1539,7 @@ def join_processes(device):
         return
     try:
         rank, _, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"))
-        if not 0 <= rank < int(world_size) or not 0 < port < 2**16 or "MASTER_ADDR" not in os.environ:
+        if not (0 <= rank < int(world_size) and 0 < port < 2**16 and os.environ["MASTER_ADDR"]):
             raise ValueError
     except (ValueError, LookupError):
         raise UserError(f"WORLD_SIZE is {world_size!r}, but the other variables of torchrun do not "
