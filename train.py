@@ -1388,12 +1388,13 @@ def say_figures(figures, place=""):
     measured = []
     if groups:
         for title, key in (("tokens", "accuracy"), ("mass", "mass_masked")):
-            measured.append(f"{title} " + "/".join(f"{group[key]:.2f}" for group in groups))
+            shares = "/".join(f"{100 * group[key]:.0f}" for group in groups)
+            measured.append(f"{title} {shares}%")
     if "score" in figures:
         measured.append(f"dev accuracy {figures['score']:.3f}")
     if losses or measured:
         left = f"{place:<17}{'  '.join(losses)}"
-        say(f"{left:<54}{'  '.join(measured)}".rstrip())
+        say(f"{left:<52}  {'  '.join(measured)}".rstrip())
 
 def choose_device(name=None):
     """The torch.device of --device; with several processes, a GPU for each."""
