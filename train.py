@@ -55,7 +55,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision, precision_on, weights_file
+from encoder import Config, beside, low_precision, precision_on, weights_files
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
@@ -229,7 +229,7 @@ def batch_tome_stage(run, recipe):
         """Over a small memory, for speed. It is attended to here before the fit, too. No loss
         trains the answer head in this stage, so "entity" and "recall@20" say little."""
         rank, size = ann.rank_and_size()
-        rows = encode_passages(model.encoder, corpus, support[rank::size], run.device)
+        rows = encode_passages(model, corpus, support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
         return masked_mentions(run, model.tome, memory, mentions)[0]
 
@@ -281,7 +281,7 @@ def tome_stage(run, recipe, start=None):
         batch_tome, fingerprint = new_batch_tome(run, run.seed), None
     else:
         batch_tome, _ = load_model(run, "batch-tome")
-        fingerprint = batch_tome.encoder.fingerprint
+        fingerprint = batch_tome.fingerprint
     model = TOME(config).to(run.device)
     model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), config))
     start_from(run, model, start)
@@ -412,7 +412,7 @@ def optimizer_for(run, model, kind):
     facts need; one hardly does, so training on both may wear them away before two are learnt."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
-        is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
+        is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
         rate = run.settings.lower_rate if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "rate": rate, "weight_decay": decay}
@@ -548,7 +548,7 @@ def new_batch_tome(run, seed):
     say_of_file(run.init, lacks, unused)
     tome, special = model.tome, run.corpus.special
     if run.has_batch_tome:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
+        tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
     # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
     # quotation mark, which also surrounds names.
     quote = run.tokenizer.token_to_id('"')
@@ -588,7 +588,7 @@ def start_from(run, tome, start):
         _, published, lacks, unused = read_published(start, run.config)
         lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
         say_of_file(start, lacks, unused)
-        saved = part_of(published, "encoder.tome.")
+        saved = part_of(published, "tome.")
     needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
     layers = {name for name in saved if ".transformer." in name}
     shared = state.keys() & saved.keys()
@@ -1142,7 +1142,7 @@ def flags_of_stage(run, args):
         elif args.start != "scratch":
             config, state, _, _ = read_published(args.start, run.config)
             made["hidden"] = config.hidden
-            if "encoder.key.linear.weight" in state:
+            if "key.linear.weight" in state:
                 raise UserError(f"--start {args.start}: it is a BATCH-TOME; give it to --init")
         if made["kind"] == "batch-tome" or made.get("hidden", hidden) != hidden:
             raise UserError(f"--start {args.start}: no TOME with hidden={hidden} is in it")
@@ -1162,7 +1162,7 @@ def describe_published(saved):
     whether it is trained, as a BATCH-TOME of the paper's own code is."""
     init = saved["init"]
     config, state, _, _ = read_published(init, settings_of(saved)[1])
-    trained, vocab = "encoder.key.linear.weight" in state, beside(init, "vocab.txt")
+    trained, vocab = "key.linear.weight" in state, beside(init, "vocab.txt")
     if vocab is None:
         raise UserError(f"--init {init}: put the vocab.txt of its BERT there (of the paper's: that "
                         "of bert-base-uncased)")
@@ -1174,8 +1174,8 @@ def describe_published(saved):
         raise UserError(f"--init {init}: no BATCH-TOME with one memory layer; a TOME goes to "
                         "--stage tome --start")
     sizes = {name: getattr(config, name) for name in (OF_BATCH_TOME if trained else OF_BERT)}
-    return {"config": sizes, "vocab": checksum(vocab), "weights": checksum(weights_file(init)),
-            "trained": trained}
+    return {"config": sizes, "vocab": checksum(vocab), "trained": trained,
+            "weights": [checksum(file) for file in weights_files(init)]}
 
 def prepare(run):
     """Writes run.json, and makes the toy world and the corpus where there are none. The first
@@ -1232,7 +1232,7 @@ def make_corpus(run, source, old=None):
 def make_memory(run, file=None):
     """The Mention Encoder reads the whole corpus (§2.1.2). file: a corpus file to be added to it,
     without training. run.json names the run's corpus, so it is written last."""
-    encoder, old_folder = load_model(run, "batch-tome")[0].encoder, None
+    encoder, old_folder = load_model(run, "batch-tome")[0], None
     is_first, folder = ann.rank_and_size()[0] == 0, run.folder("memory")
     if folder.exists():         # the same recipe gives other bits on another number of processes
         about = data.open_folder(folder, "memory", wanted=lambda name: False)

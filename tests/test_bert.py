@@ -151,7 +151,7 @@ def write_corpus(path):
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
     config, state, lacks, _ = read_published(folder, Config(dropout=0.0, n_upper=2))
-    state = part_of(state, "encoder.tome.")
+    state = part_of(state, "tome.")
     embeddings, block = Embeddings(config), TransformerBlock(config, config.n_initial + config.n_upper)
     embeddings.load_state_dict(part_of(state, "embeddings."))
     for i, layer in enumerate(block.layers):
@@ -248,9 +248,9 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
         return coref(*args)
 
     def watched_fit(model, batches):
-        keys = model.encoder.key.linear.weight.clone()
+        keys = model.key.linear.weight.clone()
         fit(model, batches)
-        fitted.append((len(asked), not torch.equal(keys, model.encoder.key.linear.weight)))
+        fitted.append((len(asked), not torch.equal(keys, model.key.linear.weight)))
 
     def stop_after_the_third(values, file):
         if values["step"] == 4:
@@ -355,7 +355,7 @@ DAMAGES = {
     "a wrong shape": (other_tensors(lambda w: w.update({"pooler.dense.bias": 0, "encoder.layer.0.output.dense.bias":
                                                         torch.zeros(3)})), "cannot be read as a BERT"),
     "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
-                            "size mismatch for encoder.tome.embeddings.position.weight"),
+                            "size mismatch for tome.embeddings.position.weight"),
     "a missing layer": (other_tensors(lambda w: [w.pop(name) for name in [*w] if "layer.1." in name]
                                       and w.update({"encoder.layer.3.intermediate.dense.bias": torch.zeros(20)})),
                         "cannot be read as a BERT"),
@@ -410,7 +410,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     assert train.main(command) == 0
     assert "has no weights of blocks.0.memory_attention, mlm" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
-    assert model["encoder.tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
+    assert model["tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
     tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "vocab.txt")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
@@ -477,7 +477,7 @@ def n_parameters(*modules):
 def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks):
     settings, config = train.settings_of(train.NEW_RUN | {"preset": "base", "blocks": n_blocks})
     model = BatchTOME(TOME(config))
-    tome, encoder = model.tome, model.encoder
+    tome, encoder = model.tome, model
     assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]
     # "Consistent with retrieve-and-read, we count the parameters of the Mention Encoder and TOME, but not the size of
     # the non-trainable and sparsely accessed Mention Memory" (§4.2). Once BATCH-TOME is trained the two are two: the
@@ -509,7 +509,7 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     optimizer.step()
     assert torch.isfinite(loss)
     unmoved = {name for (name, p), old in zip(model.named_parameters(), before) if torch.equal(p, old)}
-    assert unmoved == {name for name, _ in model.named_parameters() if "answer" in name or "claim" in name}
+    assert unmoved == {name for name, _ in model.named_parameters() if "entity_query" in name or "claim" in name}
 
 @pytest.mark.parametrize("init, kind, lower", [(None, "batch-tome", 1), (None, "tome", 1), ("BERT", "tome", .25),
                                               (None, "qa", .25), (None, "claims", .25)])

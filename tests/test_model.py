@@ -102,11 +102,11 @@ def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_
                 for name in spans:
                     spans[name].append(torch.cat([H[name][r, s], H[name][r, e]]))
     spans = {name: torch.stack(rows) for name, rows in spans.items()}
-    keys = model.encoder.key.linear(spans["key"]).double().numpy()
+    keys = model.key.linear(spans["key"]).double().numpy()
     np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
     wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
                        for entity in entities])
-    layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.answer]}      # of BATCH-TOME: one block
+    layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.entity_query]}      # of BATCH-TOME: one block
     for name, layer in [(name, layer) for name, of_kind in layers.items() for layer in of_kind]:
         X = spans[name].double().numpy()
         X = X - X.mean(0)
@@ -284,7 +284,7 @@ def test_what_a_passage_reads_does_not_depend_on_its_padding_or_its_neighbours()
 
 
 def test_a_block_reads_passages_of_all_lengths_as_each_alone():
-    """Gradients too. Of 190 places of padding 26 are computed: encoder.ROWS."""
+    """Gradients too. Of 190 places of padding 26 are computed: encoder.Packing."""
     torch.manual_seed(0)
     block = TransformerBlock(TINY, 2).eval()
     mask = torch.arange(21) < torch.arange(2, 22)[:, None]
