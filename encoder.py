@@ -267,6 +267,8 @@ def read_weights(path, config):
     path = Path(path)
     if path.is_dir() and path in weights_files(path):
         raise ValueError("it contains neither model.safetensors nor pytorch_model.bin")
+    if path.suffix in (".safetensors", ".bin"):
+        raise ValueError("give the whole folder of a BERT, not one of its files")
     for file in (*weights_files(path), *path.glob("*.json"), *path.glob("vocab.txt")):
         check_start(file)
     config, tensors = (read_bert if path.is_dir() else read_flax)(path, config)
@@ -349,13 +351,14 @@ def load_tensors(file):
             if isinstance(tensor, torch.Tensor)}
 
 def check_tokenizer(folder, tokenizer):
-    """Raises ValueError if the files of a BERT say that it reads text otherwise than `tokenizer`,
+    """Raises ValueError if a BERT's own files say that it reads text differently from `tokenizer`,
     which data.load_tokenizer made from its vocab.txt."""
     file, normalizer = folder / "tokenizer_config.json", tokenizer.normalizer
     says = json.loads(file.read_bytes()) if file.is_file() else {}
     lower, strips = normalizer.lowercase, normalizer.lowercase and normalizer.strip_accents is None
     for name, value in (("do_lower_case", lower), ("strip_accents", strips),
-                        ("tokenize_chinese_chars", True), ("do_basic_tokenize", True)):
+                        ("tokenize_chinese_chars", True), ("do_basic_tokenize", True),
+                        ("word_tokenizer_type", "basic")):
         if says.get(name) not in (None, value):
             raise ValueError(f"{file.name} says that {name} is {says[name]}, but with the words of "
                              f"its vocab.txt only {value} is supported")

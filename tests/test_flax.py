@@ -121,7 +121,7 @@ def exported(state, config):
         linear("coref.linear", "mention_projector")
     else:
         more = config.coref_dim - config.key_dim
-        W, b = (state[f"{tome}answer.linear.{end}"] for end in ("weight", "bias"))
+        W, b = (state[f"{tome}entity_query.linear.{end}"] for end in ("weight", "bias"))
         state["first.weight"] = np.pad(W, ((0, more), (0, 0)))
         state["first.bias"] = np.pad(b, (0, more))
         linear("first", "mention_projector")
@@ -297,6 +297,34 @@ def test_a_training_checkpoint_has_heads_beside_and_an_optimizer_around_it(tmp_p
     assert np.array_equal(kernel, arrays["params/mlm_layer/dense/kernel"].T)
 
 
+@pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
+def test_a_tome_2_whose_blocks_differ_in_depth_is_refused_with_both_depths(depths, tmp_path):
+    """The public code's own test has blocks of 1 and 2 layers."""
+    config, state = random_tome(2)
+    config.n_upper = 2 * max(depths)
+    state = {f"tome.{name}": tensor for name, tensor in TOME(config).state_dict().items()
+             if not name.startswith(("mlm", "claim"))}
+    for block, depth in enumerate(depths):
+        for i in range(depth, max(depths)):
+            layer = f"tome.blocks.{block}.transformer.layers.{i}."
+            state = {name: x for name, x in state.items() if not name.startswith(layer)}
+    (tmp_path / "tome").write_bytes(pack(exported(state, config)))
+    with pytest.raises(data.UserError, match="two blocks have {} and {} layers".format(*depths)):
+        read_published(tmp_path / "tome", Config())
+
+def test_every_published_tensor_that_is_not_used_is_named(tmp_path):
+    config, state = random_batch_tome()
+    one = np.ones(3, np.float32)
+    more = {"final_encoder/layer_sequence/layers_0/mlp_block/gate/kernel": np.ones((3, 3), np.float32),
+            "memory_attention_layer/temperature": one, "embeddings_layer_norm/other": one,
+            "mention_projector/extra/bias": one, "new_head/bias": one}
+    (tmp_path / "step1").write_bytes(pack(exported(state, config) | more))
+    _, again, _, unused = read_published(tmp_path / "step1", config)
+    assert again.keys() == state.keys()
+    assert unused == ["blocks.0.memory_attention.temperature",
+                      "blocks.0.transformer.layers.0.mlp_block.gate.kernel",
+                      "embeddings.norm.other", "mention_projector", "new_head"]
+
 # ---- What can be wrong
 
 def changed(**values):
@@ -312,6 +340,7 @@ TOKENS = "embedder__embedders_token_ids__embedding"
 BIAS = "mention_projector__bias"
 DAMAGES = {
     "empty": b"", "text": b"hello", "a list": msgpack.packb([1]), "no arrays": b"\x81\xa1a\x01",
+    "a pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:68\nsize 9\n",
     "a foreign tree": pack({"dense/kernel": np.ones((2, 2), np.float32)}),
     "too deep": nested(100_000), "deep enough for Python's own limit": nested(1020),
     "a bomb of lists": b"\x91" * 100_000, "a map said to be huge": b"\xdf\xff\xff\xff\xff",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ann
-from encoder import Config, SpanEncodingLayer, TransformerBlock
+from encoder import Config, Packing, SpanEncodingLayer, TransformerBlock
 from memory import BatchMemory, EntityTable, GivenMemory, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
                   predict_entity, split_into_blocks, start_positions)
@@ -59,7 +59,7 @@ def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memo
     x = torch.nn.functional.layer_norm(torch.randn(6, TINY.hidden), (TINY.hidden,), eps=1e-12)
     for block, numbers in zip(two.blocks, sources, strict=True):
         for added in block.transformer.layers[len(numbers):]:       # over a single layer: one that changes nothing yet
-            torch.testing.assert_close(added(x, torch.arange(6), torch.ones(1, 6, dtype=torch.bool)), x)
+            torch.testing.assert_close(added(x, Packing(torch.ones(1, 6, dtype=torch.bool))), x)
         assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
         for mine, number in zip(block.transformer.layers, numbers):
             assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), layers[number].parameters(), strict=True))
