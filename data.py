@@ -920,15 +920,15 @@ def load_tokenizer(path) -> Tokenizer:
              for i, word in enumerate(vocab)]
     words = "\n".join(word for word in vocab if not word.startswith("["))
 
-    def has(**change):
-        """Whether more than a thousandth of the words (BERT's Chinese ones have ten capitals, by
-        mistake) would be changed."""
-        change = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **change)
-        pairs = zip(words.split("\n"), change.normalize_str(words).split("\n"))
+    def changes_words(**rule):
+        """True if the rule changes more than a thousandth of the words. A few capitals are
+        accidents: the vocabulary of BERT's Chinese model has ten."""
+        rule = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **rule)
+        pairs = zip(words.split("\n"), rule.normalize_str(words).split("\n"))
         return sum(word != changed for word, changed in pairs) > len(vocab) / 1000
 
-    is_cased = has(lowercase=True, strip_accents=False)
-    keeps_accents = not is_cased and has(lowercase=False, strip_accents=True)
+    is_cased = changes_words(lowercase=True, strip_accents=False)
+    keeps_accents = not is_cased and changes_words(lowercase=False, strip_accents=True)
     unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
     markers = [marker for marker in (E_START, E_END) if marker not in vocab]
     for i, marker in zip(unused, markers):

@@ -121,7 +121,7 @@ class TransformerBlock(nn.Module):
         return packing.unpack(x)
 
 class Packing:
-    """Leaves the padding of a batch out of the computation: (B, T, C) <-> (n, C).
+    """Leaves padding out of the computation: (B, T, C) <-> (n, C), n rows for B * T positions.
 
     Layers compute one row per token; only attention needs to know the row's passage. Without
     padding, pack would be x.flatten(0, 1) and unpack its inverse. Packing saves a quarter of a step
@@ -181,25 +181,24 @@ def init_weights(module, std):
         nn.init.zeros_(module.bias)
 
 def precision_on(config, device):
-    """The type in which matrix products are computed: config.precision where the device is fast at
-    bfloat16 (GPUs since Ampere, processors with AVX512-BF16), otherwise "float32"."""
+    """The type of matrix products: config.precision where the device is fast at bfloat16 (GPUs
+    since Ampere, processors with AVX512-BF16), otherwise "float32"."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()       # older PyTorch has none
+    is_fast = capabilities.get("avx512_bf16", False)
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)     # older PyTorch has none
-        is_fast = capabilities().get("avx512_bf16", False)
     return config.precision if is_fast else "float32"
 
 def low_precision(config, device):
-    """A context for training and encoding that computes matrix products in precision_on's type.
-    Weights, losses and the scores of memories (ann.dot) stay in float32."""
+    """A context in which matrix products are computed in that type. Weights, losses and the scores
+    of memories (ann.dot) stay in float32."""
     return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 # ==== Set apart: published weights ================================================================
-# Weights are published as the folder of a BERT or as a file of the paper's own code (JAX, flax).
-# read_bert and read_flax return tensors by our layers and blocks, but with the published names of
-# the modules in these. read_weights translates the modules. What cannot be used is a ValueError,
-# what is missing a KeyError; tome.read_published makes one sentence of either.
+# Weights come as the folder of a BERT or as a file of the paper's own code (JAX, flax). read_bert
+# and read_flax replace the published name of each layer or block with ours, and read_weights the
+# name of the module in it. They raise ValueError for what cannot be used, KeyError for what is
+# missing; tome.read_published turns both into one sentence.
 
 MODULES = [row.split() for row in """
 OURS                 BERT                                  PAPER
@@ -267,7 +266,7 @@ def read_weights(path, config):
     path = Path(path)
     if path.is_dir() and path in weights_files(path):
         raise ValueError("it contains neither model.safetensors nor pytorch_model.bin")
-    if path.suffix in (".safetensors", ".bin"):
+    if path.is_file() and path.suffix in (".safetensors", ".bin"):
         raise ValueError("give the whole folder of a BERT, not one of its files")
     for file in (*weights_files(path), *path.glob("*.json"), *path.glob("vocab.txt")):
         check_start(file)
@@ -296,8 +295,8 @@ def read_weights(path, config):
     n_upper = [sum(name.startswith(f"blocks.{i}.") for name in layers)
                for i in range(config.n_blocks)]
     if len(set(n_upper)) > 1:
-        raise ValueError(f"its two blocks have {n_upper[0]} and {n_upper[1]} layers; only blocks of "
-                         "equal depth are supported")
+        raise ValueError(f"its two blocks have {n_upper[0]} and {n_upper[1]} layers, but only "
+                         "equal depths are supported")
     config.n_initial, config.n_upper = len(layers) - sum(n_upper), sum(n_upper)
     config.vocab_size, config.hidden = state["embeddings.word.weight"].shape
     config.max_positions = len(state["embeddings.position.weight"])
@@ -380,7 +379,7 @@ def check_tokenizer(folder, tokenizer):
 def read_flax(file, config):
     """(config, tensors) of a BATCH-TOME or TOME from a message pack: nested maps whose leaves are
     [shape, type, bytes]; nothing else is decoded. A file `weights/step<N>` is the encoder's map.
-    `checkpoint_<N>` also has the heads, and an optimizer's state, which is not read."""
+    `checkpoint_<N>` also contains heads and the state of an optimizer, which is not read."""
     import msgpack                                      # optional: the error says if it is missing
     tree = msgpack.unpackb(file.read_bytes())
     tree = tree.get("params", {"encoder": tree})

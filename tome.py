@@ -136,11 +136,10 @@ def coreference_loss(z, entity, passage):
     """App. A.2: mentions of one entity should have similar z, mentions of different ones not.
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. A linked mention is compared
-    with the linked mentions in all other passages of all processes. Those that name its entity are
-    its positives, the others its negatives. Its loss is the mean over its positives of the
-    cross-entropy of that positive against all negatives, and the result is the mean over all
-    mentions that have a positive. (This follows the appendix's text and the public code. The
-    formula in the appendix has the sum inside the logarithm.)"""
+    with the linked mentions in other passages, of all processes: its positives have its entity, its
+    negatives another one. The loss of a mention is the mean over its positives of the cross-entropy
+    of that positive against all negatives. The result is the mean over mentions with a positive.
+    (This is the appendix's text and the public code. Its formula sums inside the logarithm.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -215,26 +214,23 @@ def start_positions(model):
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
-    half of the mentions are masked. Random layers find nothing, because [H_s; H_e] is similar for
-    all mentions.
-
-    A key's mean score with itself is at most self_score. At 20 the softmax prefers the key itself
-    among thousands of others. On real text, masked mentions then give 10% of their attention to
-    their entity. With their own key as target they give 1%: such queries look for the form of a
-    name."""
+    half of the mentions are masked. Random layers find nothing: [H_s; H_e] is similar for all
+    mentions. self_score bounds a key's mean score with itself; at 20 the softmax prefers that key
+    among thousands."""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
     keys = fit_keys(model.key.linear, of_keys, self_score)                      # (m, d_K)
-    target = mean_of_group(keys, entity)        # what a mention should look for: its entity's mean
+    # Mentions should look for the mean key of their entity. With their own key as target, on real
+    # text they look for the form of the name.
+    target = mean_of_group(keys, entity)
     for span_layer, spans in ((model.tome.blocks[0].memory_attention.query, of_queries),
                               (model.tome.entity_query, of_answers)):
         fit_linear(span_layer.linear, spans, target, self_score)
 
 def linked_spans(model, batches):
-    """[H_s; H_e] of the m linked mentions, each (m, 2 hidden): of H0 and of the last layer in the
-    masked text, from which queries and z are made; of the last layer in the unmasked text, from
-    which keys are made. Then their entities (m,)."""
+    """[H_s; H_e] of the m linked mentions, from which queries, z and keys are made: (m, 2 hidden)
+    each, of H0 and H in the masked text and of H in the unmasked text. Then their entities (m,)."""
     rows = []
     for batch in batches:
         H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
@@ -284,25 +280,24 @@ def split_into_blocks(state, config):
 
     BATCH-TOME has one memory layer; trained with two, it never used the second. Each block of TOME
     gets a copy of it and an equal share of the Transformer layers above it, in their order. If
-    there is only one such layer, each of two blocks gets a copy and a layer that passes it on."""
+    there is only one such layer, each of two blocks gets a copy and an idle layer above it."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     for block in range(config.n_blocks):
         for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
             weights[f"blocks.{block}.memory_attention.{name}"] = tensor
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]
     if len(layers) < config.n_blocks:
-        layers = config.n_blocks * [layers[0], passes_on(layers[0])]
+        layers = config.n_blocks * [layers[0], idle_layer(layers[0])]
     for i, layer in enumerate(layers):
         block, place = divmod(i, config.layers_per_block)
         for name, tensor in layer.items():
             weights[f"blocks.{block}.transformer.layers.{place}.{name}"] = tensor
     return weights
 
-def passes_on(layer):
-    """A layer that normalises its input once more: its maps to the output are zero. The maps inside
-    are copied from `layer`, since nothing could be learned if they were zero as well."""
-    inside = ("attention.qkv.", "up.")
-    return {name: tensor if name.startswith(inside)
+def idle_layer(layer):
+    """A layer that only normalises its input again: its maps to the output are zero. The maps
+    inside are copies, since with zeros there it also would learn nothing."""
+    return {name: tensor if name.startswith(("attention.qkv.", "up."))
             else torch.full_like(tensor, 1.0 if name.endswith("norm.weight") else 0.0)
             for name, tensor in layer.items()}
 
