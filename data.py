@@ -959,11 +959,12 @@ def complain(program, error) -> int:
 
 # ---------------------------------------------------------------- tokenizer
 
-def _wordpiece(vocab) -> Tokenizer:
-    """WordPiece as BERT's, lower case. [CLS] and the others are never read out of a text."""
+def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
+    """WordPiece as BERT's. [CLS] and the others are never read out of a text."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase,
+                                                      strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
     return tokenizer
@@ -1011,13 +1012,31 @@ def unknown_words(tokenizer, texts) -> list:
     return list(found)
 
 def load_tokenizer(path) -> Tokenizer:
-    """That of a vocab.txt; in BERT's, the markers take two [unusedN] entries. Raises UserError."""
+    """The tokenizer of a vocab.txt. The words decide how it reads text: as it is if they have
+    capitals, otherwise in lower case, and with accents if they have any. In BERT's vocabulary the
+    markers take two [unusedN] entries. Raises UserError."""
     vocab = [line.rstrip("\r\n") for line in open_text(path)]
+    number = {word: i for i, word in enumerate(vocab)}
+    # An empty or repeated line keeps its number under a name that no text has. As in BERT's code,
+    # the last of equal lines is used.
+    vocab = [word if word and number[word] == i else f"[line {i + 1}]"
+             for i, word in enumerate(vocab)]
+    words = "\n".join(word for word in vocab if not word.startswith("["))
+
+    def changes_words(**rule):
+        """True if the rule changes more than a thousandth of the words. A few capitals are
+        accidents: the vocabulary of BERT's Chinese model has ten."""
+        rule = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **rule)
+        pairs = zip(words.split("\n"), rule.normalize_str(words).split("\n"))
+        return sum(word != changed for word, changed in pairs) > len(vocab) / 1000
+
+    is_cased = changes_words(lowercase=True, strip_accents=False)
+    keeps_accents = not is_cased and changes_words(lowercase=False, strip_accents=True)
     unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
     markers = [marker for marker in (E_START, E_END) if marker not in vocab]
     for i, marker in zip(unused, markers):
         vocab[i] = marker
-    tokenizer = _wordpiece(vocab)
+    tokenizer = _wordpiece(vocab, not is_cased, False if keeps_accents else None)
     special_ids(tokenizer, path)
     return tokenizer
 

@@ -47,7 +47,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision, precision_on, setting, weights_file
+from encoder import Config, beside, low_precision, precision_on, setting, weights_files
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
@@ -250,7 +250,7 @@ class BatchTOMEStage:
         """masked_mentions over a small memory, for speed. This stage does not train the head of
         eq. 10, so "entity" and "recall@20" mean little here."""
         rank, size = ann.rank_and_size()
-        rows = encode_passages(self.model.encoder, self.run.corpus, self.support[rank::size],
+        rows = encode_passages(self.model, self.run.corpus, self.support[rank::size],
                                self.run.device)
         memory = MentionMemory(**rows, device=self.run.device)
         return masked_mentions(self.run, self.model.tome, memory, self.eval_mentions)[0]
@@ -419,7 +419,7 @@ def optimizer_for(run, model, kind):
     damage them before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
-        is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
+        is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
         scale = run.settings.lower_lr_scale if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "scale": scale, "weight_decay": decay}
@@ -852,7 +852,7 @@ def read_task_examples(run, plan):
 
 def with_published(run, model):
     """A BATCH-TOME with the weights of --init. Prints what these lack. Raises UserError."""
-    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
+    if [checksum(file) for file in weights_files(run.init)] != run.saved["init"]["weights"]:
         raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
                         "made; restore them, or choose another --out")
     _, state, lacks, unused = read_published(run.init, run.config)
@@ -860,7 +860,7 @@ def with_published(run, model):
     say_of_file(run.init, lacks, unused)
     tome, special = model.tome, run.corpus.special
     if run.has_batch_tome:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
+        tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
     # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
     # quotation mark, which also surrounds names.
     quote = run.tokenizer.token_to_id('"')
@@ -896,11 +896,11 @@ def read_start(run, path):
             raise UserError(f"--start {path}: it has the vocabulary of another corpus")
     else:
         _, saved, lacks, unused = read_published(path, run.config)
-        if "encoder.key.linear.weight" in saved:
+        if "key.linear.weight" in saved:
             raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
         lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
         say_of_file(path, lacks, unused)
-        saved = part_of(saved, "encoder.tome.")
+        saved = part_of(saved, "tome.")
     words = saved.get("embeddings.word.weight")
     if words is None or words.shape[1] != run.config.hidden:
         raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
@@ -1325,7 +1325,7 @@ def describe_published(path, config):
     """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
     weights, and whether it is trained, as a BATCH-TOME of the paper's own code is."""
     config, state, _, _ = read_published(path, config)
-    trained, vocab = "encoder.key.linear.weight" in state, beside(path, "vocab.txt")
+    trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
         raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
                         "weights: that of bert-base-uncased)")
@@ -1338,8 +1338,8 @@ def describe_published(path, config):
                         "--stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
     names += ["key_dim", "value_dim", "coref_dim"] * trained
-    init = {"path": path, "vocab": checksum(vocab), "weights": checksum(weights_file(path)),
-            "trained": trained}
+    init = {"path": path, "vocab": checksum(vocab), "trained": trained,
+            "weights": [checksum(file) for file in weights_files(path)]}
     return init, {name: getattr(config, name) for name in names}
 
 def announce(run, plans, args):
@@ -1416,7 +1416,7 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
 
 def make_memory(run):
     """The Mention Encoder encodes the corpus (§2.1.2)."""
-    encoder = load_model(run, "batch-tome").encoder
+    encoder = load_model(run, "batch-tome")
     build_memory(encoder, run.corpus, run.out / "memory", run.device,
                  np.dtype(run.settings.memory_dtype), run.made_from("memory"))
 
@@ -1431,7 +1431,7 @@ def append(run, file, replace_articles):
     if record in done:
         say(f"{file} was appended before, to {before}; nothing is left to do.")
         return
-    encoder = load_model(run, "batch-tome").encoder
+    encoder = load_model(run, "batch-tome")
     open_memory(run)                                    # only for its errors
     folder = run.out / f"appended-{len(done) + 1:04d}"
     part = Path(f"{folder}.part")

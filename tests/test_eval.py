@@ -108,7 +108,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             by_hand["claims"].append(-float(logits.detach().log_softmax(0)[label]))
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
-        z = model.answer.linear.weight @ ends + model.answer.linear.bias
+        z = model.entity_query.linear.weight @ ends + model.entity_query.linear.bias
         for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", asked[-1][mention], loaded.config.k)):
             by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
     for name, losses in by_hand.items():

@@ -90,7 +90,7 @@ def process(rank, size, folder, stages, results):
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
         run = train.read_run(folder).open("cpu")
-        encoder = train.load_model(run, "batch-tome")[0].encoder
+        encoder = train.load_model(run, "batch-tome")[0]
         memory_file.build_memory(encoder, run.corpus, folder / "by_two", run.device, np.float32, {})
     else:
         table = load_memory(folder / "by_two")

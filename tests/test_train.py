@@ -244,7 +244,7 @@ def test_the_memory_holds_what_the_encoder_says_of_each_linked_mention(trained):
         start, end = ((tokens[0] == corpus.special[marker]).nonzero()[number] for marker in (data.E_START, data.E_END))
         spans = [torch.tensor([0]), start, end]
         with torch.no_grad():
-            key, value = model.encoder(tokens, torch.ones_like(tokens, dtype=torch.bool), *spans)
+            key, value = model.encode_mentions(tokens, torch.ones_like(tokens, dtype=torch.bool), *spans)
         torch.testing.assert_close(table.keys[m], key[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(table.values[m], value[0], atol=1e-4, rtol=1e-4)
         assert table.entity[m] == corpus.mention_entity[mention] and table.passage[m] == passage
@@ -788,9 +788,9 @@ def test_while_memories_are_given_only_reading_is_learnt(trained, capsys, monkey
     (trained / "tome.pt").unlink()
     assert run("--stage", "tome", "--out", trained, "--set", "teacher_forcing=1") == 0
     after, began = weights(trained / "tome.pt"), weights(trained / "batch-tome.pt")
-    moved = {name for name in after if not torch.equal(after[name], began["encoder.tome." + name])}
+    moved = {name for name in after if not torch.equal(after[name], began["tome." + name])}
     assert any(".transformer." in name for name in moved) and any("memory_attention.up" in name for name in moved)
-    assert not [name for name in moved if name.startswith(("initial", "answer")) or "query" in name]
+    assert not [name for name in moved if name.startswith(("initial", "entity_query")) or "query" in name]
 
 @pytest.mark.slow
 def test_of_mentions_given_memories_only_queries_are_asked_and_withheld_ones_are_in_no_loss(
@@ -938,7 +938,7 @@ def test_text_added_to_a_memory_leaves_what_was_there_as_it_was(trained, small_w
             assert path.stat().st_mtime_ns == files[path.name]
 
     loaded, _, table = train.open_run(trained)
-    rows = memory_file.encode_passages(train.load_model(loaded, "batch-tome")[0].encoder, after, torch.arange(len(after.article)).numpy(),
+    rows = memory_file.encode_passages(train.load_model(loaded, "batch-tome")[0], after, torch.arange(len(after.article)).numpy(),
                                        loaded.device)
     torch.testing.assert_close(table.keys, torch.from_numpy(rows["keys"]), atol=1e-5, rtol=0)
     assert (table.mention.numpy() == rows["mention"]).all()
