@@ -50,6 +50,7 @@ def best_of(scores, ids, k):
 BLOCK = 16              # scores per block; only blocks with a high maximum are searched further
 CPU_TILE = 2 ** 21      # scores computed at a time, so that they stay in the cache
 GPU_TILE = 2 ** 27      # on a GPU: few, large kernels
+NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
 @torch.no_grad()
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
@@ -104,7 +105,7 @@ def topk_rows(scores, k):
     """The rows (k, Q) of the k largest in each column of (W, Q); of equal scores the upper rows.
     All shapes are fixed, so the host never waits for a GPU. Sets NaN and inf to -inf."""
     row = torch.arange(len(scores), device=scores.device)[:, None]
-    codes = falling(only_finite(scores)) * 2 ** 31 + row
+    codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row
     return codes.topk(k, 0, largest=False).values & 0x7FFFFFFF
 
 def falling(scores):
@@ -112,10 +113,6 @@ def falling(scores):
     bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
     # Without its sign, the bits of a float rise with its magnitude.
     return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
-
-def only_finite(scores):
-    """Sets scores that are not finite to -inf, in place."""
-    return scores.nan_to_num_(-torch.inf, -torch.inf, -torch.inf)
 
 # ---- the scores above a bar
 
@@ -127,13 +124,11 @@ def block_maxima(blocks):
     """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
     maxima = blocks.amax(0)
     # If a score is NaN or inf, the maximum of all scores is as well.
-    return maxima if maxima.amax() < torch.inf else only_finite(blocks).amax(0)
+    return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
 
 def just_below(maxima, n, dim):
-    """The next number below the n-th largest along dim, or -inf if there are fewer than n."""
-    if maxima.shape[dim] < n:
-        return maxima.new_full(maxima.select(dim, 0).shape, -torch.inf)
-    bar = maxima.topk(n, dim).values.select(dim, -1)
+    """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
+    bar = maxima.topk(min(n, maxima.shape[dim]), dim).values.select(dim, -1)
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 
 def high_scores(blocks, maxima, bar):
@@ -217,9 +212,9 @@ class BucketedIndex:
         self.id = bucket.argsort(stable=True)                   # (N,) bucket after bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        self.largest = 0                                        # keys of one passage, at most
-        if key_passage is not None and len(keys):
-            self.largest = int(key_passage.unique(return_counts=True)[1].max())
+        # An upper bound on how many of the best keys must be discarded as the query's own.
+        sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
+        self.largest = max(sizes, default=0)
 
     @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
@@ -240,12 +235,11 @@ class BucketedIndex:
         begin = (row + count.cumsum(1) - count).flatten()
         # Bucket after bucket, so that its keys are read once for all queries that ask for it.
         order = probed.argsort(stable=True)
-        buckets, n_asking = probed.unique(return_counts=True)
-        n_asking = n_asking.tolist()
+        buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
         places = begin[order, None].split(n_asking)
         asking = queries[order // n_search].float().split(n_asking)
         number = torch.arange(max(self.keys[b].shape[1] for b in buckets), device=device)
-        for b, askers, place in zip(buckets.tolist(), asking, places):
+        for b, askers, place in zip(buckets, asking, places):
             keys = self.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
         # Some of the best may be of the query's own passage, which is taken out afterwards.
