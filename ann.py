@@ -7,13 +7,13 @@
     sharded_topk     each process searches its own keys for everybody's queries (app. C.1)
     fetch            requests the chosen rows from the processes that hold them
 
-All searches return scores by falling value, and equal scores by rising id. They leave out the keys
-of the query's own passage (passage -1 is nobody's) and every score that is not a finite number.
-Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 or bfloat16, and may
-be a numpy memory map; scores are float32. The fast searches and `fetch` have no gradient.
+All searches return scores by falling value, and equal scores by rising id. They exclude the keys of
+the query's own passage (passage -1 is nobody's) and scores that are not finite. Where nothing is
+left, the score is -inf and the id -1. Keys may be float32, float16 or bfloat16, and a numpy memory
+map; scores are float32. The fast searches and `fetch` have no gradient.
 
-The functions by which processes send each other data stand at the end. Without an initialised
-process group, each of them does the same for the one process."""
+The functions with which processes exchange data are at the end. Without an initialised process
+group, each of them does the same for the one process."""
 from itertools import pairwise
 
 import torch
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    In float32 also where training computes in bfloat16 (in which queries come from their layer).
-    That would round a score of 50 by up to 0.125, and attention weights are exponentials."""
+    In float32 even where training computes in bfloat16, which would round a score of 50 by up to
+    0.125: attention weights are exponentials of scores."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
@@ -135,7 +135,10 @@ def high_scores(blocks, maxima, bar):
     """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
     positions, three tensors (F,), and the scores (F,). Skips blocks with maxima below the bar."""
     a, b = (maxima > bar).nonzero(as_tuple=True)
-    found = blocks[:, a, b]                                         # (size, blocks found)
+    if blocks.is_contiguous():                                      # the same, but faster
+        found = blocks.flatten(1).index_select(1, a * blocks.shape[2] + b)
+    else:
+        found = blocks[:, a, b]                                     # (size, blocks found)
     j, i = (found > bar.expand_as(maxima)[a, b]).nonzero(as_tuple=True)
     return (j, a[i], b[i]), found[j, i]
 
@@ -253,10 +256,10 @@ class BucketedIndex:
         place = query * width + j * maxima.shape[1] + block     # (F,)
         pair = torch.searchsorted(begin, place, right=True) - 1
         id = self.id[self.start[probed[pair]] + place - begin[pair]]
-        order = id.argsort()
         if query_passage is not None:
-            own = query_passage[query]
-            order = order[((self.passage[id] != own) | (own < 0))[order]]
+            own = (query_passage[query] == self.passage[id]) & (query_passage[query] >= 0)
+            score = score.masked_fill(own, -torch.inf)
+        order = id.argsort()
         return merge(best, query[order], id[order], score[order])
 
 # ---- several processes
