@@ -872,10 +872,13 @@ def print_any_text():
             stream.reconfigure(errors="backslashreplace")
 
 def complain(program, error) -> int:
-    """One sentence on stderr; returns the exit status of a program that could not do its work."""
-    if isinstance(error, OSError):
+    """Prints one sentence on stderr; returns the exit status of a program that failed."""
+    if isinstance(error, BrokenPipeError):
+        sys.stdout = open(os.devnull, "w")      # or Python complains once more at its end
+        error = "the output was closed before everything was printed"
+    elif isinstance(error, OSError):
         where, why = error.filename or "the output or a temporary file", error.strerror or error
-        error = f"{where}: {why}; check the name, rights and room"
+        error = f"{where}: {why}; check the name, the permissions and the free space"
     print(printable(f"{program}: {str(error) or 'out of memory'}"), file=sys.stderr)
     return 1
 

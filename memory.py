@@ -302,13 +302,16 @@ def load_memory(folder, device="cpu"):
     rank, size = ann.rank_and_size()
     about = data.open_folder(folder, "memory",      # "keys-00012.npy" belongs to shard 12
                              lambda name: int(name[-9:-4]) % size == rank)
-    rows, shards = {}, range(rank, about["n_shards"], size)     # a process may have no shard
-    for name in ARRAYS:
-        def shard(i):               # one at a time: a file stays open as long as its array lives
-            return np.load(f"{folder}/{name}-{i:05d}.npy", "r")         # unpickles nothing
-        with data.intact(f"{folder}/{name}-*.npy"):
-            place = np.cumsum([0, *(len(shard(i)) for i in shards)])
-            rows[name] = np.empty((place[-1], *shard(0).shape[1:]), shard(0).dtype)
+
+    def shard(name, i):         # one at a time: a file stays open as long as its array lives
+        return np.load(f"{folder}/{name}-{i:05d}.npy", "r")             # unpickles nothing
+
+    rows = {}
+    with data.intact(folder, remedy="remove it to make it again"):
+        shards = range(rank, about["n_shards"], size)           # a process may have no shard
+        for name in ARRAYS:
+            place = np.cumsum([0, *(len(shard(name, i)) for i in shards)])
+            rows[name] = np.empty((place[-1], *shard(name, 0).shape[1:]), shard(name, 0).dtype)
             for i, start, end in zip(shards, place, place[1:]):
-                rows[name][start:end] = shard(i)
-    return MentionMemory(**rows, device=device), about["made_from"]
+                rows[name][start:end] = shard(name, i)
+        return MentionMemory(**rows, device=device), about["made_from"]

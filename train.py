@@ -6,7 +6,7 @@
     tome         TOME over that frozen memory     random passages        MLM + entity prediction
     finetune     TOME over that frozen memory     claims, or questions   labels, entity prediction
 
-    python train.py --stage tome                                everything before finetune, toy world
+    python train.py --stage tome                                all but finetune, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
     torchrun --nproc_per_node 2 train.py --stage tome           the same work in two processes
 
@@ -56,65 +56,52 @@ GROUPS = ("seen", "unseen")     # entities that training passages link, and all 
 
 @dataclass
 class Schedule:
-    """How long and how fast a stage trains; --steps, --batch and --lr replace its fields."""
-    steps: int
-    lr: float
-    warmup: int             # steps of linear warm-up, at most a tenth; then linear decay to zero
-    batch: int              # passages or examples per step; claims come with as many clozes
+    """How long and how fast a stage trains."""
+    steps: int = setting(0, (0, 10**9), "steps of the stage")
+    lr: float = setting(1e-4, (1e-12, 10), "largest learning rate of the stage")
+    warmup: int = 0         # steps of linear warm-up, at most a tenth; then linear decay to zero
+    batch: int = setting(32, (1, 10**6), "passages or examples per step; clozes come on top")
 
 @dataclass
 class Settings:
-    """The settings of a run other than the model's (encoder.Config). The defaults are the paper's
-    where it gives them (app. A, B.1). Each is a flag: --passage-length 64."""
+    """The settings of a run other than the model's (encoder.Config). Each is a flag, such as
+    --passage-length. The defaults are the paper's where it gives them (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
-    max_length: int = setting(512, (16, 10**6), "positions per passage: text, markers, [CLS], "
-                              "[SEP]", "corpus")
-    vocab: int = setting(30522, (200, 10**6), "size of a WordPiece vocabulary trained here",
-                         "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "fraction of entities whose passages are all held out "
-                            "of training (§4.5)", "corpus")
+    max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
+    vocab: int = setting(30522, (200, 10**6), "WordPieces of a vocabulary trained here", "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities that are held out", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
-    max_mentions: int = setting(24, (1, 10**6), "mentions per passage, on average over a batch; "
-                                "a batch with more uses a sample")
+    max_mentions: int = setting(24, (1, 10**6), "maximum mentions per passage, batch average")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
-    coref_weight: float = setting(0.15, (0, 1), "weight of the coreference loss; MLM has the rest")
-    coref_entities: int = setting(1_000_000, (1, 10**9), "coreference only over this many most "
-                                  "frequent entities")
+    coref_weight: float = setting(0.15, (0, 1), "weight of coreference; MLM has the rest")
+    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities, for coreference")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
-    memory_dtype: str = setting("float16", ("float16", "float32"), "type of keys and values on "
-                                "disk", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used in stage tome "
-                                     "(§4.1)", "tome")
-    entity_weight: float = setting(0.15, (0, 1), "weight of entity prediction in stage tome; MLM "
-                                   "has the rest", "tome")
-    # From here on: what the paper does not have.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of the steps of batch-tome after which "
-                                 "fit_retrieval runs and the memory is switched on; 0: it is on "
-                                 "from the first step and nothing is fitted")
+    memory_dtype: str = setting("float16", ("float16", "float32"), "type of keys and values",
+                                "memory")
+    memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used (§4.1)", "tome")
+    entity_weight: float = setting(0.15, (0, 1), "weight of entity prediction in stage tome",
+                                   "tome")
+    # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
+    # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
+    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
     fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
-    all_of_entity: int = setting(0, (0, 1), "if 1, also mask all other mentions of a masked "
-                                 "mention's entity in the passage")
+    all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
     linking_weight: float = setting(0.0, (0, 1), "weight of entity prediction from the queries of "
                                     "the last memory layer, in stage tome", "tome")
-    teacher_forcing_steps: float = setting(0.0, (0, 1), "fraction of the steps of stage tome, the "
-                                           "first ones, in which every mention is given memories "
-                                           "of its entity", "tome")
+    teacher_forcing_steps: float = setting(0.0, (0, 1), "fraction of steps in which all mentions "
+                                           "are given memories of their entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
-                                          "memories in the steps after that", "tome")
-    cloze_weight: float = setting(0.3, (0, 100), "weight of each loss of clozes; labels have 1",
-                                  "finetune")
-    k_finetune: int = setting(4096, (1, 10**6), "memories that eq. 10 compares in fine-tuning, in "
-                              "place of k_answer; an answer not among them gives no gradient",
-                              "finetune")
+                                          "memories in the other steps", "tome")
+    cloze_weight: float = setting(0.3, (0, 100), "weight of each loss of clozes", "finetune")
+    k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning", "finetune")
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
-    eval_mentions: int = setting(1000, (1, 10**6), "masked mentions per evaluation, seen and "
-                                 "unseen each", "finetune")
+    eval_mentions: int = setting(1000, (1, 10**6), "masked mentions per evaluation", "finetune")
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
@@ -125,9 +112,10 @@ class Plan(Schedule):
     """A stage as it is trained; stored in the stage's file."""
     kind: str = "batch-tome"        # or "tome", "claims", "qa"
     blocks: int = 1                 # TOME-1 or TOME-2
-    n_search: int | None = None     # search in this many buckets; None: exactly
-    start: list | None = None       # --start: [[path, checksum]] or [["scratch", 0]]
-    examples: list | None = None    # --examples and its dev files: [path, checksum] of each
+    n_search: int = setting(0, (0, 10**9), "search the memory in this many of 4 sqrt(N) buckets "
+                            "(app. C.1); 0: exactly")
+    start: list | None = None       # --start: [[path, checksum]], or [["scratch", 0]]
+    examples: list | None = None    # --examples and its dev file: [path, checksum] each
 
     @property
     def name(self):
@@ -137,9 +125,8 @@ class Plan(Schedule):
     @property
     def stage(self):
         """The flags that name it on the command line."""
-        blocks = " --blocks 2" if self.blocks == 2 else ""
-        task = self.kind in ("claims", "qa")
-        return (f"finetune --task {self.kind}" if task else self.kind) + blocks
+        stage = f"finetune --task {self.kind}" if self.kind in ("claims", "qa") else self.kind
+        return stage + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
 # A stage has a model, batches and losses; one loop, further down, serves all of them. (Stage
@@ -174,7 +161,7 @@ def training_passages(run):
     passages = run.corpus.passage_of(np.flatnonzero(run.corpus.mention_entity))
     passages = np.unique(passages[~run.corpus.held_out[passages]])
     if not len(passages):
-        raise UserError(f"{run.folder('corpus')}: all passages with a linked mention are held out, "
+        raise UserError(f"{run.out / 'corpus'}: all passages with a linked mention are held out, "
                         "so there is nothing to train on; add texts with \"split\": \"train\"")
     if len(passages) < ann.rank_and_size()[1]:
         raise UserError(f"there are fewer passages to train on than processes; start at most "
@@ -215,6 +202,8 @@ class BatchTOMEStage:
         return np.concatenate([found[i] for i in order])
 
     def next_batch(self, step):
+        if step == self.fit_step > 0:
+            self.fit(step)
         return masked_batch(self.run, self.items(step, self.plan.batch), 1, step)
 
     def losses(self, batch, step):
@@ -238,11 +227,9 @@ class BatchTOMEStage:
         weight = self.run.settings.coref_weight
         return {"mlm": (1 - weight, mlm), "coref": (weight, sum(coref) / len(coref))}
 
-    def before_step(self, step):
-        """At fit_step, sets the retrieval layers in closed form, since freshly initialised ones
-        retrieve nothing useful. Prints the attention before and after."""
-        if step != self.fit_step or step == 0:
-            return
+    def fit(self, step):
+        """Sets the retrieval layers in closed form, since freshly initialised ones retrieve nothing
+        useful. Prints the attention before and after."""
         run, rng = self.run, np.random.default_rng([self.run.seed, 7])
         say_figures(self.evaluate(), f"batch-tome {step}, before the fit ")
         sample = np.random.default_rng(run.seed).permutation(self.passages)
@@ -309,9 +296,6 @@ class TOMEStage:
             result["linking"] = (linking_weight, linking)
         return result
 
-    def before_step(self, step):
-        pass
-
     def evaluate(self):
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
@@ -350,7 +334,7 @@ class FinetuneStage:
     app. B.1.
 
     Each batch of claims comes with as many clozes: true claims in which one entity is masked and
-    has to be predicted. Labels alone do not teach what to retrieve where a claim needs two facts."""
+    has to be predicted. Labels alone do not teach which two facts a claim needs."""
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
         self.model = load_model(run, "tome")
@@ -404,9 +388,6 @@ class FinetuneStage:
                 linking = entity_prediction_loss(last.scores[asked], last.entity[asked], answer)
                 result["linking"] = (weight, linking)
         return result
-
-    def before_step(self, step):
-        pass
 
     def evaluate(self):
         """The accuracy on dev; the loop keeps the weights with the best "score"."""
@@ -469,8 +450,8 @@ class Training:
         say(f"{self.plan.name}: resumed at step {self.progress['step']:,}.")
         for name, n in machine().items():
             if about[name] != n:
-                say(f"{self.plan.name}: it was trained on {about[name]} {name} so far and continues "
-                    f"on {n}; results then agree up to rounding only.")
+                say(f"{self.plan.name}: began on {about[name]} {name} and continues on {n}, so the "
+                    "result agrees with an uninterrupted run up to rounding only.")
 
     def train_step(self):
         """One step. Returns {loss: its mean over the batch of all processes}."""
@@ -480,7 +461,6 @@ class Training:
             group["lr"] = learning_rate(plan, step) * group["scale"]
         # Seeds dropout, and the choice of given memories.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
-        self.stage.before_step(step)
         batch_of_all = self.stage.next_batch(step)
         batch = batch_of_all.part(rank, size).to(run.device)
         with low_precision(run.config, run.device):
@@ -601,70 +581,14 @@ def new_batch_tome(run, seed):
     if not run.init:
         start_positions(model)
         return model
-    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
-        raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
-                        "made; restore them, or choose another --out")
-    _, state, lacks, unused = read_published(run.init, run.config)
-    model.load_state_dict(state, strict=False)
-    say_of_file(run.init, lacks, unused)
-    tome, special = model.tome, run.corpus.special
-    if run.has_batch_tome:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
-    # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
-    # quotation mark, which also surrounds names.
-    quote = run.tokenizer.token_to_id('"')
-    if quote is not None and not run.has_batch_tome:
-        word = tome.embeddings.word.weight.data
-        word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
-    if "mlm" in lacks:
-        tome.mlm.bias.data = word_frequencies(run)
-    return model
+    return with_published(run, model)
 
-def word_frequencies(run):
-    """(vocab,) log frequencies of the words in training passages, the initial bias of an MLM head;
-    to learn these alone takes a thousand steps."""
-    in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
-    tokens = run.corpus.tokens[in_training][:10 ** 7]
-    words = tokens[run.corpus.maskable[tokens]]
-    counts = np.bincount(words, minlength=run.config.vocab_size) + 1
-    return torch.from_numpy(np.log(counts / counts.sum())).float()
-
-def say_of_file(path, lacks, unused):
-    """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
-    if unused:
-        say(f"{path}: not used: {', '.join(unused)}.")
-
-def start_from(run, tome, plan):
-    """Loads the weights of --start (app. B.6): another checkpoint of ours, one of the paper's own
-    code, or "scratch", which is random weights (with --init: BERT's) of another seed than
-    BATCH-TOME's, since with the same seed they would be the weights from which the memory's encoder
-    was trained. What the checkpoint lacks, such as memory layers, is random."""
-    if plan.start is None or run.path(plan).exists():
-        return
-    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
-    path, saved = plan.start[0][0], {}
-    if path != "scratch" and zipfile.is_zipfile(path):
-        saved = read_checkpoint(path, "give another --start")["model"]
-    elif path != "scratch":
-        _, published, lacks, unused = read_published(path, run.config)
-        lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
-        say_of_file(path, lacks, unused)
-        saved = part_of(published, "encoder.tome.")
-    needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
-    layers = {name for name in saved if ".transformer." in name}
-    shared = state.keys() & saved.keys()
-    is_other_shape = any(saved[name].shape != state[name].shape for name in shared)
-    if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
-        raise UserError(f"--start {path}: it contains no TOME of these dimensions")
-    tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
-
-def open_memories(run, tome, n_search=None):
+def open_memories(run, tome, n_search):
     """(the memory of the whole corpus, its rows from passages that are not held out). A baseline
     has its table of entities for both."""
     if tome.entities is not None:
         return tome.entities, tome.entities
-    memory = open_memory(run).changed(n_search=n_search)
+    memory = open_memory(run, n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
@@ -866,12 +790,88 @@ def read_task_examples(run, plan):
     if plan.kind == "qa":
         n, entities = len(examples), run.corpus.entity_index
         examples = [e for e in examples if any(answer in entities for answer in e.answers)]
-        say(f"{len(examples):,} of {n:,} training questions have an answer that is an entity of the "
-            "corpus; the others are left out.")
+        if len(examples) < n:
+            say(f"{n - len(examples):,} of {n:,} training questions are left out: none of their "
+                "answers is an entity of the corpus.")
     if not examples:
         raise UserError(f"{paths[0]}: no example is left to train on: without a dev file a tenth "
                         "is set aside, and answers must be entities of the corpus; add examples")
     return examples, dev
+
+# ==== Set apart: published weights ================================================================
+
+def with_published(run, model):
+    """A BATCH-TOME with the weights of --init. Prints what these lack. Raises UserError."""
+    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
+        raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
+                        "made; restore them, or choose another --out")
+    _, state, lacks, unused = read_published(run.init, run.config)
+    model.load_state_dict(state, strict=False)
+    say_of_file(run.init, lacks, unused)
+    tome, special = model.tome, run.corpus.special
+    if run.has_batch_tome:
+        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
+    # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
+    # quotation mark, which also surrounds names.
+    quote = run.tokenizer.token_to_id('"')
+    if quote is not None and not run.has_batch_tome:
+        word = tome.embeddings.word.weight.data
+        word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
+    if "mlm" in lacks:
+        tome.mlm.bias.data = word_frequencies(run)
+    return model
+
+def word_frequencies(run):
+    """(vocab,) log frequencies of the words in training passages, the initial bias of an MLM head;
+    to learn these alone takes a thousand steps."""
+    in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
+    tokens = run.corpus.tokens[in_training][:10 ** 7]
+    words = tokens[run.corpus.maskable[tokens]]
+    counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+    return torch.from_numpy(np.log(counts / counts.sum())).float()
+
+def say_of_file(path, lacks, unused):
+    """Prints what a published file lacks, and which of its tensors are not used."""
+    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
+    if unused:
+        say(f"{path}: not used: {', '.join(unused)}.")
+
+def read_start(run, path):
+    """The weights of --start: another checkpoint of ours, or one of the paper's own code. Raises
+    UserError where it contains no TOME of this width."""
+    if zipfile.is_zipfile(path) or path.endswith(".pt"):
+        checkpoint = read_checkpoint(path, "give another --start")
+        saved, meta = checkpoint["model"], run.out / "corpus/meta.json"
+        if meta.exists() and read_json(meta)["crc32"]["vocab.txt"] != checkpoint["about"]["vocab"]:
+            raise UserError(f"--start {path}: it has the vocabulary of another corpus")
+    else:
+        _, saved, lacks, unused = read_published(path, run.config)
+        if "encoder.key.linear.weight" in saved:
+            raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
+        lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
+        say_of_file(path, lacks, unused)
+        saved = part_of(saved, "encoder.tome.")
+    words = saved.get("embeddings.word.weight")
+    if words is None or words.shape[1] != run.config.hidden:
+        raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
+    return saved
+
+def start_from(run, tome, plan):
+    """Loads the weights of --start (app. B.6), or for "scratch" random weights (with --init:
+    BERT's), of another seed than BATCH-TOME's, which are those that the memory's encoder was
+    trained from. What the checkpoint lacks, such as memory layers, is random."""
+    if plan.start is None or run.path(plan).exists():
+        return
+    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
+    path = plan.start[0][0]
+    saved = {} if path == "scratch" else read_start(run, path)
+    needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
+    layers = {name for name in saved if ".transformer." in name}
+    is_other_shape = any(saved[name].shape != state[name].shape
+                         for name in state.keys() & saved.keys())
+    if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
+        raise UserError(f"--start {path}: it contains no TOME of these dimensions")
+    tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
 
 # ==== Set apart: presets ==========================================================================
 # What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
@@ -898,67 +898,47 @@ PRESETS = {
             "batch-tome": Schedule(2900, 2e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
             "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
 }
-FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
-# Types and ranges of the flags that belong to a stage.
-STAGE_FLAGS = {"steps": (int, (0, 10**9)), "batch": (int, (1, 10**6)), "lr": (float, (1e-12, 10)),
-               "n_search": (int, (1, 10**9))}
+FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
+STAGE_FLAGS = {f.name: f for f in fields(Plan) if f.metadata}       # steps, lr, batch, n_search
 
 def flag(name):
     """The flag of a setting: "hidden" -> "--hidden", "key_dim" -> "--key-dim"."""
     return "--" + name.replace("_", "-")
 
-def check_value(name, value, kind, allowed):
-    """Raises UserError for a value that is not of this type, or is not allowed."""
-    if kind is str:
-        fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
-    else:
-        least, most = allowed
-        fits = type(value) in (int, kind) and least <= value <= most       # NaN does not fit
-        wanted = f"between {least:g} and {most:g}"
-    if not fits:
-        raise UserError(f"{flag(name)} {value}: must be {wanted}")
+def check_values(values, flags):
+    """Raises UserError for a value that has another type than its flag, or is not allowed."""
+    for name, value in values.items():
+        kind, allowed = type(flags[name].default), flags[name].metadata["allowed"]
+        if kind is str:
+            fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
+        else:
+            least, most = allowed
+            fits = type(value) in (int, kind) and least <= value <= most       # NaN does not fit
+            wanted = f"between {least:g} and {most:g}"
+        if not fits:
+            raise UserError(f"{flag(name)} {value}: must be {wanted}")
 
 # ==== Set apart: the run folder ===================================================================
 #
 #   run.json            what defines the run: preset, seed, corpus, --init, all settings
 #   world/ corpus/      the toy world's files; the tokenised corpus
-#   batch-tome.pt       a finished stage, or a checkpoint of one; so are
-#   tome-1.pt qa-2.pt   …, of TOME-1 and TOME-2
+#   batch-tome.pt       a stage, finished or not; so are tome-1.pt, qa-2.pt, … of TOME-1 and TOME-2
 #   memory/             keys and values of all linked mentions
 #   appended-0001/      corpus/ and memory/ after --append; the highest number counts
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so a
-# command that is killed at any moment is continued by the same command. Each result names the
-# checksums of the results that it was made from (made_from), and is refused beside others.
-
-RUN_FIELDS = {"format", "preset", "seed", "corpus", "init", "from", "settings", "schedule"}
-
-def settings_of(saved, blocks):
-    """(Settings, Config) of run.json. Raises UserError where these cannot be trained."""
-    values = {name: f.default for name, f in FLAGS.items()} | saved["settings"]
-    for name, f in FLAGS.items():
-        check_value(name, values[name], type(f.default), f.metadata["allowed"])
-    schedule = {kind: Schedule(**saved["schedule"][kind]) for kind in Settings().schedule}
-    settings, config = (replace(defaults, **{f.name: values[f.name] for f in fields(defaults)
-                                             if f.name in values})
-                        for defaults in (Settings(schedule=schedule), Config(n_blocks=blocks)))
-    if config.hidden % 2 or config.hidden % config.n_heads:
-        raise UserError("--hidden must be even, and a multiple of --n-heads")
-    if config.n_upper % blocks and config.n_upper > 1:
-        raise UserError("--n-upper must be 1 or a multiple of --blocks")
-    if settings.max_length > config.max_positions:
-        raise UserError("--max-length must be at most --max-positions")
-    return settings, config
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so after
+# a kill at any moment the same command continues. Each result contains the checksums of the results
+# that it was made from (made_from), and is refused beside others.
 
 def missing(path, stage, how="missing"):
     """The error where a result that a command needs is not there."""
     return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
 
 def read_checkpoint(path, remedy="remove it to train this stage again"):
-    """The contents of a .pt file, its "about" parsed. Objects are never unpickled, so a stranger's
-    file runs no code. Raises UserError."""
+    """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
+    unpickled, so a stranger's file runs no code. Raises UserError."""
     with intact(path, remedy=remedy):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
@@ -968,7 +948,9 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
-        return {**checkpoint, "about": about}
+        plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
+        check_values({name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
+        return {**checkpoint, "about": about, "plan": plan}
 
 def check_sources(path, made_from, wanted):
     """Raises UserError where a result was made from other files than those that are there. Both:
@@ -978,21 +960,31 @@ def check_sources(path, made_from, wanted):
             raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
                             "or choose another --out")
 
-def plan_from(about):
-    """The Plan that a checkpoint's "about" contains, its values checked."""
-    for name, allowed in STAGE_FLAGS.items():
-        if about[name] is not None or name != "n_search":
-            check_value(name, about[name], *allowed)
-    return Plan(**{f.name: about[f.name] for f in fields(Plan)})
-
 class Run:
-    """A run folder, as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open()
-    adds the corpus, tokenizer and device. Neither writes anything."""
+    """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
+    the corpus, tokenizer and device. Neither writes anything. Raises UserError for settings that
+    cannot be trained."""
 
     def __init__(self, out, saved, blocks=1):
         self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
-        check_value("seed", self.seed, int, (0, 2**63 - 1))
-        self.settings, self.config = settings_of(saved, blocks)
+        values = {name: f.default for name, f in FLAGS.items()} | saved["settings"]
+        check_values(values, FLAGS)
+        if type(self.seed) is not int or self.seed < 0:
+            raise UserError(f"--seed {self.seed}: must be a whole number from 0")
+        self.settings, self.config = (
+            replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
+            for defaults in (Settings(), Config(n_blocks=blocks)))
+        self.settings.schedule = {kind: Schedule(**saved["schedule"][kind])
+                                  for kind in self.settings.schedule}
+        for schedule in self.settings.schedule.values():
+            check_values({name: getattr(schedule, name) for name in ("steps", "lr", "batch")},
+                         STAGE_FLAGS)
+        if self.config.hidden % 2 or self.config.hidden % self.config.n_heads:
+            raise UserError("--hidden must be even, and a multiple of --n-heads")
+        if self.config.n_upper % blocks and self.config.n_upper > 1:
+            raise UserError("--n-upper must be 1 or a multiple of --blocks")
+        if self.settings.max_length > self.config.max_positions:
+            raise UserError("--max-length must be at most --max-positions")
         self.is_toy = saved["corpus"] is None
         # A path to published weights, or None. The file of a BATCH-TOME comes trained.
         self.init = saved["init"] and saved["init"]["path"]
@@ -1008,9 +1000,8 @@ class Run:
         if not folder.exists():
             raise missing(folder, "tome")
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
-        if self.corpus.meta["made_from"] != self.corpus_made_from():
-            raise UserError(f"{folder} was made from another text or with other settings; remove it "
-                            "to make it again, or choose another --out")
+        with intact(folder, remedy="remove it to make it again"):
+            check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
         self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
@@ -1022,14 +1013,6 @@ class Run:
                                    k_answer_shard=config.k_answer_shard * k // config.k_answer)
         return self
 
-    def folder(self, kind):
-        """Where the corpus, memory or world is, without what was appended."""
-        return self.out / kind
-
-    def path(self, plan):
-        """The file of a stage."""
-        return self.out / f"{plan.name}.pt"
-
     def plan(self, kind):
         """The default Plan of a stage. A baseline has no batch-tome: its tome also makes the steps
         of that stage. A batch-tome that comes trained makes none."""
@@ -1039,6 +1022,10 @@ class Run:
         if kind == "batch-tome" and self.has_batch_tome:
             schedule = replace(first, steps=0)
         return Plan(**vars(schedule), kind=kind, blocks=1 if kind == "batch-tome" else self.blocks)
+
+    def path(self, plan):
+        """The file of a stage."""
+        return self.out / f"{plan.name}.pt"
 
     def stages_to(self, kind):
         """The stages that lead to this one, and the stage itself."""
@@ -1052,19 +1039,16 @@ class Run:
         return max(self.out.glob("appended-[0-9][0-9][0-9][0-9]"), default=self.out)
 
     def corpus_made_from(self):
-        """What a corpus of this run is made from."""
+        """What the corpus of this run is made from."""
         vocab = self.saved["init"]["vocab"] if self.init else self.settings.vocab
         text = f"toy world {self.seed}" if self.is_toy else self.saved["corpus"]["checksum"]
-        return {"text": text, "vocab": vocab, "passage_length": self.settings.passage_length,
-                "max_length": self.settings.max_length, "unseen": self.settings.unseen}
+        return {"text": text, "vocabulary": vocab, "passage length": self.settings.passage_length,
+                "maximum length": self.settings.max_length, "unseen": self.settings.unseen}
 
     def made_from(self, kind):
         """{name: checksum} of the results that lead to a stage, as far as they are there."""
-        paths = {"corpus": self.out / "corpus" / "meta.json"}
-        for stage in self.stages_to(kind)[:-1]:
-            if stage != "memory":
-                plan = self.plan(stage)
-                paths[plan.name] = self.path(plan)
+        plans = [self.plan(stage) for stage in self.stages_to(kind)[:-1] if stage != "memory"]
+        paths = {"corpus": self.out / "corpus/meta.json"} | {p.name: self.path(p) for p in plans}
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
     def checkpoint(self, plan):
@@ -1081,29 +1065,27 @@ def load_model(run, kind="tome"):
     """The trained model of a stage. Raises UserError where it is not there, or unfinished."""
     plan = run.plan(kind)
     path, checkpoint = run.path(plan), run.checkpoint(plan)
-    if checkpoint is None:
-        raise missing(path, plan.stage)
-    if not checkpoint["about"]["finished"]:
-        raise missing(path, plan.stage, "unfinished")
+    if checkpoint is None or not checkpoint["about"]["finished"]:
+        raise missing(path, plan.stage, "unfinished" if checkpoint else "missing")
     config = run.task_config if kind in ("claims", "qa") else run.config
     model = BatchTOME(TOME(run.batch_tome_config)) if kind == "batch-tome" else TOME(config)
     with intact(path):
         model.load_state_dict(checkpoint["model"])
     return model.to(run.device).eval()
 
-def open_memory(run):
+def open_memory(run, n_search=0):
     """The memory beside the corpus that `run` has open, without articles that were replaced. Raises
     UserError."""
-    folder = run.base / "memory"
-    if not folder.exists():
-        raise missing(folder, "memory")
-    if not run.path(run.plan("batch-tome")).exists():
-        raise missing(run.path(run.plan("batch-tome")), "batch-tome")
+    folder, encoder = run.base / "memory", run.path(run.plan("batch-tome"))
+    for path, stage in ((folder, "memory"), (encoder, "batch-tome")):
+        if not path.exists():
+            raise missing(path, stage)
     memory, made_from = load_memory(folder, run.device)
-    wanted = run.made_from("memory") | {"corpus": checksum(run.base / "corpus" / "meta.json")}
-    check_sources(folder, made_from, wanted)
+    corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
+    check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
-    return memory if bool(is_kept.all()) else memory.select(is_kept)
+    memory = memory if bool(is_kept.all()) else memory.select(is_kept)
+    return memory.changed(n_search=n_search or None)
 
 def read_run(out, blocks=1):
     """The Run of OUT/run.json, not opened. Raises UserError."""
@@ -1112,159 +1094,156 @@ def read_run(out, blocks=1):
         raise missing(path, "tome")
     with intact(path, remedy="choose another --out"):
         saved = read_json(path)
-        if saved.get("format") != data.FORMAT:
-            raise ValueError(f"format {saved.get('format')}, this version reads {data.FORMAT}")
-        unknown = saved["settings"].keys() - FLAGS.keys()
-        if saved.keys() != RUN_FIELDS or unknown:
-            raise ValueError(f"unknown or missing fields: {unknown or saved.keys() ^ RUN_FIELDS}")
-        return Run(out, saved, blocks)
+        if saved["format"] != data.FORMAT:
+            raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
+        run = Run(out, saved, blocks)
+        run.corpus_made_from()                          # only for its errors
+        return run
 
-def open_run(out, task=None, device=None, n_search=None, blocks=1):
+def open_run(out, task=None, device=None, n_search=0, blocks=1):
     """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
     fast_matmul()
     run = read_run(out, blocks).open(device, appended=True)
     tome = load_model(run, task or "tome")
-    return run, tome, tome.entities or open_memory(run).changed(n_search=n_search)
+    return run, tome, tome.entities or open_memory(run, n_search)
 
 # ---- What a command asks for ---------------------------------------------------------------------
 
-def new_saved(given):
-    """run.json of a new run with these flags: {name: value}. Raises UserError."""
-    preset = given.get("preset", "toy")
+def new_saved(preset, seed):
+    """run.json of a new run of a preset on the toy world."""
     values = {name: f.default for name, f in FLAGS.items()} | PRESETS[preset]
     schedule = values.pop("schedule", Settings().schedule)
-    values |= {name: value for name, value in given.items() if name in FLAGS}
-    saved = {"format": data.FORMAT, "preset": preset, "seed": given.get("seed", 0), "from": None,
-             "corpus": None, "init": None, "settings": values,
-             "schedule": {kind: vars(s) for kind, s in schedule.items()}}
-    if path := given.get("corpus"):
-        saved["corpus"] = {"path": path, "checksum": checksum_of_file("--corpus", path)}
-    if path := given.get("init"):
-        saved["init"], sizes = describe_published(path, settings_of(saved, 1)[1])
+    return {"format": data.FORMAT, "preset": preset, "seed": seed, "from": None, "corpus": None,
+            "init": None, "settings": values,
+            "schedule": {kind: vars(plan) for kind, plan in schedule.items()}}
+
+def with_flags(saved, args):
+    """run.json with what this command's flags say in its place. Raises UserError."""
+    given = {name: getattr(args, name) for name in ("preset", "seed", "from", *FLAGS)
+             if getattr(args, name) is not None}
+    settings = saved["settings"] | {name: given.pop(name) for name in FLAGS if name in given}
+    saved = saved | given | {"settings": settings}
+    if args.corpus is not None:
+        saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("--corpus", args.corpus)}
+    if args.init is not None:
+        config = replace(Config(), **{name: settings[name] for name in vars(Config())
+                                      if name in settings})
+        saved["init"], sizes = describe_published(args.init, config)
         for name, value in sizes.items():
-            if given.get(name, value) != value:
-                raise UserError(f"{flag(name)} {given[name]}: --init has {value}; leave it out")
-        values |= {name: value for name, value in sizes.items() if name in FLAGS}
+            if getattr(args, name) not in (None, value):
+                raise UserError(f"{flag(name)} {getattr(args, name)}: --init has {value}; leave it "
+                                "out")
+        saved["settings"] = settings | sizes
     return saved
 
-def checksum_of_file(name, path):
+def differences(saved, other):
+    """(name, value, other value) of what differs between two run.json. A file may have moved."""
+    for name in ("preset", "seed", "from", "corpus", "init"):
+        one, two = ({**x[name], "path": None} if isinstance(x[name], dict) else x[name]
+                    for x in (saved, other))
+        if one != two:
+            yield name, *(x[name]["path"] if isinstance(x[name], dict) else x[name]
+                          for x in (saved, other))
+    for name, value in other["settings"].items():
+        if saved["settings"][name] != value:
+            yield name, saved["settings"][name], value
+
+def file_checksum(name, path):
     """The checksum of a file that a flag names. Raises UserError where it is no file."""
     if not os.path.isfile(path):
         raise UserError(f"{name} {path}: no such file")
     return checksum(path)
 
-def refuse_other_flags(run, given):
-    """Raises UserError for a flag that contradicts run.json."""
-    saved = run.saved["settings"] | {name: run.saved[name] for name in ("preset", "seed", "from")}
-    for name in ("corpus", "init"):
-        saved[name] = run.saved[name] and run.saved[name]["path"]
-    for name, value in given.items():
-        is_same = value == saved[name]
-        if name == "corpus" and not run.is_toy:         # it may have moved
-            is_same = checksum_of_file("--corpus", value) == run.saved["corpus"]["checksum"]
-        if name == "init" and run.init:
-            found, _ = describe_published(value, run.config)
-            is_same = found | {"path": None} == run.saved["init"] | {"path": None}
-        if not is_same:
-            made = f"with {flag(name)} {saved[name]}"
-            made = f"without {flag(name)}" if saved[name] is None else made
-            raise UserError(f"{flag(name)} {value}: {run.out} was made {made}; leave the flag out, "
-                            "or choose another --out")
-
-def given_flags(args):
-    """{name: value} of the flags that define a run."""
-    names = ("preset", "seed", "corpus", "init", "from", *FLAGS)
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
 def inherit(args):
     """--from OLD: makes the run folder args.out, unless it is there, with the settings of OLD and
     the flags of this command, and links the results of OLD from before the stage that it names.
     Raises UserError where one of these depends on a changed setting."""
-    given, out = given_flags(args), Path(args.out)
-    if "from" not in given or (out / "run.json").exists():
+    out, at = Path(args.out), STAGES.index(args.stage)
+    if getattr(args, "from") is None or (out / "run.json").exists():
         return
-    old = read_run(given["from"])
-    at = STAGES.index(args.stage)
-    for name, value in given.items():
-        if name in FLAGS and value != old.saved["settings"][name]:
-            since = FLAGS[name].metadata["since"]
-            if STAGES.index(since) < at:
-                raise UserError(f"{flag(name)} {value}: {old.out} has {old.saved['settings'][name]}, "
-                                f"and its results from before --stage {args.stage} depend on it; "
-                                "leave the flag out, or start a new run without --from")
-    refuse_other_flags(old, {name: value for name, value in given.items()
-                             if name not in FLAGS and name != "from"})
-    changed = {name: value for name, value in given.items() if name in FLAGS}
-    saved = old.saved | {"from": given["from"], "settings": old.saved["settings"] | changed}
-    Run(out, saved)                     # only for its errors
-    results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"],
-               "memory": ["memory", *(path.name for path in [old.appended()] if path != old.out)],
+    old = read_run(getattr(args, "from"))
+    saved = with_flags(old.saved, args)
+    for name, before, now in differences(old.saved, saved):
+        since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
+        if STAGES.index(since) < at and name != "from":
+            raise UserError(f"{flag(name)} {now}: {old.out} has {before}, and its results from "
+                            f"before --stage {args.stage} depend on it; leave the flag out, or "
+                            "start a new run without --from")
+    Run(out, saved, args.blocks)                    # only for its errors
+    results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"], "memory": ["memory"],
                "tome": ["tome-1.pt", "tome-2.pt"]}
     part = Path(f"{out}.part")
     shutil.rmtree(part, ignore_errors=True)
     with alone_in(part):
-        for stage in STAGES[:at]:
-            for name in results[stage]:
-                link_result(old.out / name, part / name)
+        for name in sum((results[stage] for stage in STAGES[:at]), []):
+            source = old.out / name
+            if source.is_dir():
+                shutil.copytree(source, part / name, copy_function=data.link)
+                data.sync_folder(part / name)
+            elif source.exists() and read_checkpoint(source)["about"]["finished"]:
+                data.link(source, part / name)
         write_json(part / "run.json", saved)
-        os.rename(part, out)            # onto an empty folder, or none
+        os.rename(part, out)                        # onto an empty folder, or none
         data.sync_folder(out.absolute().parent)
 
-def link_result(source, target):
-    """Links a finished .pt file or a folder of results."""
-    if source.suffix == ".pt" and source.exists():
-        if read_checkpoint(source)["about"]["finished"]:
-            data.link(source, target)
-    elif source.is_dir():
-        shutil.copytree(source, target, copy_function=data.link)
-        data.sync_folder(target)
+def settle(args):
+    """(Run, Plans) of this command: its run folder, new or existing, and the stages up to the one
+    it names. Finds mistakes in flags, examples and --start before anything is trained."""
+    out, kind = Path(args.out), args.task or args.stage
+    choose_device(args.device)          # only for its error
+    if (out / "run.json").exists():
+        run = read_run(out, args.blocks)
+        for name, before, now in differences(run.saved, with_flags(run.saved, args)):
+            made = f"without {flag(name)}" if before is None else f"with {flag(name)} {before}"
+            raise UserError(f"{flag(name)} {now}: {out} was made {made}; leave the flag out, or "
+                            "choose another --out")
+    else:
+        for path in (*out.glob("*.pt"), *out.glob("memory")):
+            raise UserError(f"{path} is there, but {out / 'run.json'} is missing; restore it, or "
+                            "choose another --out")
+        saved = new_saved(args.preset or "toy", args.seed or 0)
+        run = Run(out, with_flags(saved, args), args.blocks)
+    return run, [stage_plan(run, stage, args if stage == kind else None)
+                 for stage in run.stages_to(kind) if stage != "memory"]
 
 def stage_plan(run, kind, args=None):
     """The Plan of a stage: that of its file, once the stage has begun. Otherwise the run's default
     with the flags of args. Raises UserError for a flag that contradicts the file, or cannot be."""
     plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
-    checkpoint = run.checkpoint(plan)
+    path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None:
         plan = replace(plan, **flags)
-        plan.warmup = min(plan.warmup, plan.steps // 10)
-        return plan
-    path = run.path(plan)
-    with intact(path):
-        made = plan_from(checkpoint["about"])
+        return replace(plan, warmup=min(plan.warmup, plan.steps // 10))
+    plan = checkpoint["plan"]
     for name, value in flags.items():
-        before = getattr(made, name)
-        if name == "lr" and value < before and not checkpoint["about"]["finished"]:
-            made.lr = value             # after a loss that is not a number
-            continue
+        before, is_file = getattr(plan, name), name in ("start", "examples")
         is_same = value == before
-        if name in ("start", "examples") and before:
+        if is_file and before:                      # the files may have moved
             is_same = [crc32 for _, crc32 in value] == [crc32 for _, crc32 in before]
-        if not is_same:
-            value, before = (x[0][0] if isinstance(x, list) else x for x in (value, before))
+        # After a loss that is not a number a stage may continue with a lower learning rate.
+        is_lower = name == "lr" and value < before and not checkpoint["about"]["finished"]
+        if not is_same and not is_lower:
+            value, before = (x[0][0] if is_file and x else x for x in (value, before))
             raise UserError(f"{flag(name)} {value}: {path} was made with {before}; leave the flag "
                             f"out, remove {path} to train again, or choose another --out")
-        if name in ("start", "examples"):
-            setattr(made, name, value)          # the files may have moved
-    return made
+    return replace(plan, **flags)
 
 def stage_flags(run, args):
     """{name: value} of the flags that belong to the stage named. Raises UserError."""
     flags = {name: getattr(args, name) for name in STAGE_FLAGS if getattr(args, name) is not None}
-    for name, value in flags.items():
-        check_value(name, value, *STAGE_FLAGS[name])
-    if run.is_baseline and "n_search" in flags:
+    check_values(flags, STAGE_FLAGS)
+    if run.is_baseline and flags.get("n_search"):
         raise UserError("--n-search: a baseline has no mention memory; leave it out")
-    if args.start == "scratch":
-        if run.has_batch_tome:
-            raise UserError("--start scratch: --init has trained weights; leave --start out")
-        flags["start"] = [["scratch", 0]]
-    elif args.start is not None:
-        flags["start"] = [[args.start, checksum_of_file("--start", args.start)]]
-        check_start(run, args.start)
+    if args.start == "scratch" and run.has_batch_tome:
+        raise UserError("--start scratch: --init has trained weights; leave --start out")
+    if args.start is not None:
+        crc32 = 0 if args.start == "scratch" else file_checksum("--start", args.start)
+        flags["start"] = [[args.start, crc32]]
+        read_start(run, args.start)                                     # only for its errors
     if args.examples is not None:
-        files = [args.examples, *map(str, dev_files(args.examples))]
-        flags["examples"] = [[path, checksum_of_file("--examples", path)] for path in files]
-        for path in files:
+        paths = [args.examples, *map(str, dev_files(args.examples))]
+        flags["examples"] = [[path, file_checksum("--examples", path)] for path in paths]
+        for path in paths:
             examples = labelled_examples(path, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
                 raise UserError(f"{path}: all claims have the same label; add claims of another")
@@ -1272,25 +1251,6 @@ def stage_flags(run, args):
         raise UserError(f"--task {args.task} with a corpus of your own needs --examples FILE "
                         "(README)")
     return flags
-
-def check_start(run, path):
-    """Raises UserError where --start names no TOME of this width."""
-    kind, hidden = "tome", run.config.hidden            # start_from compares the rest
-    if path.endswith(".pt") or zipfile.is_zipfile(path):
-        checkpoint = read_checkpoint(path, "give another --start")
-        kind, about = checkpoint["about"]["kind"], checkpoint["about"]
-        hidden = checkpoint["model"].get("embeddings.word.weight", torch.empty(0, 0)).shape[1]
-        if run.folder("corpus").exists():
-            meta = data.open_folder(run.folder("corpus"), "tokenised corpus", lambda name: False)
-            if about["vocab"] != meta["crc32"]["vocab.txt"]:
-                raise UserError(f"--start {path}: it has the vocabulary of another corpus")
-    else:
-        config, state, _, _ = read_published(path, run.config)
-        hidden = config.hidden
-        if "encoder.key.linear.weight" in state:
-            raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
-    if kind == "batch-tome" or hidden != run.config.hidden:
-        raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
 
 def describe_published(path, config):
     """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
@@ -1308,42 +1268,25 @@ def describe_published(path, config):
         raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
                         "--stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
-    names += ["key_dim", "value_dim", "coref_dim"] if trained else []
+    names += ["key_dim", "value_dim", "coref_dim"] * trained
     init = {"path": path, "vocab": checksum(vocab), "weights": checksum(weights_file(path)),
             "trained": trained}
     return init, {name: getattr(config, name) for name in names}
-
-def settle(args):
-    """(Run, Plans) of this command: its run folder, new or existing, and the stages up to the one
-    it names. Finds mistakes in flags, examples and --start before anything is trained."""
-    out, kind = Path(args.out), args.task or args.stage
-    choose_device(args.device)          # only for its error
-    given = given_flags(args)
-    if (out / "run.json").exists():
-        run = read_run(out, args.blocks)
-        refuse_other_flags(run, given)
-    else:
-        for path in (*out.glob("*.pt"), *out.glob("memory")):
-            raise UserError(f"{path} is there, but {out / 'run.json'} is missing; restore it, or "
-                            "choose another --out")
-        run = Run(out, new_saved(given), args.blocks)
-    return run, [stage_plan(run, stage, args if stage == kind else None)
-                 for stage in run.stages_to(kind) if stage != "memory"]
 
 def announce(run, plans, args):
     """Prints what the command is going to do: the stages that still have to run, with their steps
     and where these come from."""
     parts = []
     for plan in plans:
-        default = run.plan(plan.kind).steps
-        why = f"preset {run.saved['preset']}" if plan.steps == default else "--steps"
-        checkpoint = run.checkpoint(plan)
+        checkpoint, why = run.checkpoint(plan), f"preset {run.saved['preset']}"
+        if plan.steps != run.plan(plan.kind).steps:
+            why = "--steps"
         if checkpoint is None:
             parts.append(f"{plan.name} ({plan.steps:,} steps, {why})")
         elif not checkpoint["about"]["finished"]:
-            parts.append(f"{plan.name} (from step {checkpoint['about']['step']:,} to {plan.steps:,})")
-        if plan.kind == "batch-tome" and args.stage != "batch-tome" \
-                and not run.folder("memory").exists():
+            step = checkpoint["about"]["step"]
+            parts.append(f"{plan.name} (from step {step:,} to {plan.steps:,})")
+        if plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists():
             parts.append("memory")
     if args.append is not None:
         parts.append(f"append {args.append}")
@@ -1356,10 +1299,10 @@ def prepare(run, source):
     it; the others wait. source: --corpus, or None."""
     ann.barrier()               # all have read what is there
     if ann.rank_and_size()[0] == 0:
-        if not run.folder("corpus").exists():
+        if not (run.out / "corpus").exists():
             if run.is_toy:
-                source = make_world(run.folder("world"), run.seed)
-            make_corpus(run, source or run.saved["corpus"]["path"], run.folder("corpus"))
+                source = make_world(run.out / "world", run.seed)
+            make_corpus(run, source or run.saved["corpus"]["path"], run.out / "corpus")
         if not (run.out / "run.json").exists():
             write_json(run.out / "run.json", run.saved)
     ann.barrier()
@@ -1388,7 +1331,7 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
     else:
         say(f"Learning a vocabulary from {source}.")
         tokenizer = data.train_tokenizer((text.text for text in data.read_corpus(source)),
-                                         made_from["vocab"])
+                                         run.settings.vocab)
     say(f"Tokenising {source}.")
     settings = run.settings
     corpus = data.Corpus.build(source, folder, tokenizer, settings.passage_length,
@@ -1403,16 +1346,10 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
 def make_memory(run):
-    """The Mention Encoder encodes the corpus (§2.1.2), if that has not been done."""
-    folder = run.folder("memory")
-    if folder.exists():
-        open_memory(run)                                # only for its errors
-        say_memory(folder)
-        return
+    """The Mention Encoder encodes the corpus (§2.1.2)."""
     encoder = load_model(run, "batch-tome").encoder
-    build_memory(encoder, run.corpus, folder, run.device, np.dtype(run.settings.memory_dtype),
-                 run.made_from("memory"))
-    say_memory(folder)
+    build_memory(encoder, run.corpus, run.out / "memory", run.device,
+                 np.dtype(run.settings.memory_dtype), run.made_from("memory"))
 
 def append(run, file, replace_articles):
     """Adds a corpus file to what the model can look up, without training, as a new folder
@@ -1420,7 +1357,8 @@ def append(run, file, replace_articles):
     the same title."""
     run.open(run.device.type, appended=True)
     before, is_first = run.base, ann.rank_and_size()[0] == 0
-    record, done = [checksum_of_file("--append", file), replace_articles], run.corpus.meta["appended"]
+    record = [file_checksum("--append", file), replace_articles]
+    done = run.corpus.meta["appended"]
     if record in done:
         say(f"{file} was appended before, to {before}; nothing is left to do.")
         return
@@ -1444,7 +1382,6 @@ def append(run, file, replace_articles):
         data.sync_folder(run.out)
     ann.barrier()
     say(f"{len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
-    say_memory(folder / "memory")
 
 def appended_in(part):
     """What a half-made appended-NNNN.part was appended from, or None where its corpus is not
@@ -1458,8 +1395,8 @@ def say_unknown_words(run, file):
     unknown = data.unknown_words(run.tokenizer, (text.text for text in data.read_corpus(file)))
     if unknown:
         shown = ", ".join(unknown[:10]) + (", …" if len(unknown) > 10 else "")
-        say(f"{file}: {len(unknown):,} words are not in the vocabulary, so that names with them are "
-            f"hardly recognised: {shown}")
+        say(f"{file}: {len(unknown):,} words are not in the vocabulary, so names that contain them "
+            f"are hardly recognised: {shown}")
 
 def say_memory(folder):
     """Prints the size of a memory. Raises UserError where it is not whole."""
@@ -1600,6 +1537,15 @@ GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome"
              "examples": ("finetune",), "n_search": ("tome", "finetune"),
              "blocks": ("tome", "finetune")}
 
+def add_flags(group, flags):
+    """Adds a flag for each setting."""
+    for name, f in flags.items():
+        kind, text = type(f.default), f.metadata["help"]
+        if kind is str:
+            group.add_argument(flag(name), choices=f.metadata["allowed"], help=text)
+        else:
+            group.add_argument(flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+
 def parse_arguments(argv):
     """The command line. A flag that would do nothing is refused: it was meant for another stage."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
@@ -1621,23 +1567,16 @@ def parse_arguments(argv):
     group = parser.add_argument_group("the stage; stored in its file when it begins")
     add = group.add_argument
     add("--blocks", type=int, choices=(1, 2), help="TOME-1 (default) or TOME-2")
-    add("--steps", type=int, help="instead of the preset's")
-    add("--batch", type=int, help="passages or examples per step")
-    add("--lr", type=float, help="largest learning rate")
-    add("--start", metavar="FILE", help="start from the weights of this .pt file, of a TOME file of "
-        "the paper's own code (with --steps 0: taken as trained), or from scratch")
-    add("--n-search", type=int, help="search the memory in this many of 4 sqrt(N) buckets (app. "
-        "C.1) for N memories in a process (default: exactly)")
+    add("--start", metavar="FILE", help="start from the weights of this .pt file, of a TOME "
+        "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
     add("--task", choices=("claims", "qa"), help="of --stage finetune")
     add("--examples", metavar="FILE", help="examples to train on (default: the toy world's)")
     add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
     add("--replace", action="store_true", default=None, help="with --append: its articles replace "
         "those of the same title")
+    add_flags(group, STAGE_FLAGS)
     group = parser.add_argument_group("settings of a new run (default: the preset's)")
-    for name, f in FLAGS.items():
-        choices = f.metadata["allowed"] if isinstance(f.default, str) else None
-        group.add_argument(flag(name), type=type(f.default), choices=choices, help=f.metadata["help"],
-                           metavar=None if choices else type(f.default).__name__.upper())
+    add_flags(group, FLAGS)
     args = parser.parse_args(argv)
     for name, stages in GOES_WITH.items():
         if getattr(args, name) is not None and args.stage not in stages:
@@ -1667,10 +1606,12 @@ def train(args):
             train_stage(run, plan, checkpoint)
             how = "finished" if plan.steps else "taken as trained"
             say(f"Stage {plan.name} {how} in {time.time() - started:.0f} s.")
-        if plan.kind == "batch-tome" and args.stage != "batch-tome":
+        if plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists():
             make_memory(run)
     if args.append is not None:
         append(run, args.append, bool(args.replace))
+    if args.stage == "memory":
+        say_memory(run.appended() / "memory")
 
 def report(args):
     """Runs eval.py on the result; returns its exit status. Several processes only print the
