@@ -294,6 +294,7 @@ def start_part(part, made_from):
     if not about.exists() or data.read_json(about) != made_from:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
+        data.sync_folder(part.absolute().parent)
         data.write_json(about, made_from)
 
 def load_memory(folder, device="cpu"):

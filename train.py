@@ -725,8 +725,8 @@ def toy_file(run, task, hops="one_hop", split="test"):
     """A file of the toy world's examples."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not run.is_toy or not path.is_file():
-        raise UserError(f"{path}: no such file; --examples wants a file of JSON lines (README)")
-    data.open_folder(path.parent, "toy world", lambda name: name == path.name)
+        raise UserError(f"{path}: no such file; --examples needs a file of JSON lines (README)")
+    data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
     return path
 
 def clozes_of(run, example, rng):
@@ -936,6 +936,13 @@ def missing(path, stage, how="missing"):
     """The error where a result that a command needs is not there."""
     return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
 
+def with_file(path, check, *arguments):
+    """check(*arguments), whose errors then name the file that the values come from."""
+    try:
+        return check(*arguments)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+
 def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
     unpickled, so a stranger's file runs no code. Raises UserError."""
@@ -949,16 +956,11 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         if about["format"] != data.FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
-        check_values({name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
+        steps = [] if about["finished"] is True else [about["step"], about["evaluated"]]
+        if not all(type(step) is int for step in steps) or type(about["made_from"]) is not dict:
+            raise ValueError("its steps or sources are not what they should be")
+        with_file(path, check_values, {name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
         return {**checkpoint, "about": about, "plan": plan}
-
-def check_sources(path, made_from, wanted):
-    """Raises UserError where a result was made from other files than those that are there. Both:
-    {name: checksum}."""
-    for name, crc32 in wanted.items():
-        if made_from.get(name) != crc32:
-            raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
-                            "or choose another --out")
 
 class Run:
     """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
@@ -1001,7 +1003,7 @@ class Run:
             raise missing(folder, "tome")
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
         with intact(folder, remedy="remove it to make it again"):
-            check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
+            self.check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
         self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
@@ -1051,14 +1053,25 @@ class Run:
         paths = {"corpus": self.out / "corpus/meta.json"} | {p.name: self.path(p) for p in plans}
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
+    def check_sources(self, path, made_from, wanted):
+        """Raises UserError where a result was made from other files than those that are there.
+        Both: {name: checksum}."""
+        for name, crc32 in wanted.items():
+            if made_from.get(name) != crc32:
+                if (source := self.out / f"{name}.pt").exists():
+                    read_checkpoint(source)                 # says so if that one is damaged
+                raise UserError(f"{path} was made from another {name}; remove {path} to make it "
+                                "again, or choose another --out")
+
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
         path = self.path(plan)
         if not path.exists():
             return None
         checkpoint = read_checkpoint(path)
-        with intact(path):
-            check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
+        if checkpoint["plan"].name != plan.name:
+            raise UserError(f"{path} is {checkpoint['plan'].name}; give it its name, or remove it")
+        self.check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1082,7 +1095,8 @@ def open_memory(run, n_search=0):
             raise missing(path, stage)
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
-    check_sources(folder, made_from, run.made_from("memory") | corpus)
+    with intact(folder, remedy="remove it to make it again"):
+        run.check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
     memory = memory if bool(is_kept.all()) else memory.select(is_kept)
     return memory.changed(n_search=n_search or None)
@@ -1096,9 +1110,11 @@ def read_run(out, blocks=1):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
-        run = Run(out, saved, blocks)
-        run.corpus_made_from()                          # only for its errors
-        return run
+        for name, keys in (("corpus", {"path", "checksum"}),
+                           ("init", {"path", "vocab", "weights", "trained"})):
+            if saved[name] is not None and saved[name].keys() != keys:
+                raise ValueError(f"{name} is not what it should be")
+        return with_file(path, Run, out, saved, blocks)
 
 def open_run(out, task=None, device=None, n_search=0, blocks=1):
     """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
@@ -1179,7 +1195,8 @@ def inherit(args):
             source = old.out / name
             if source.is_dir():
                 shutil.copytree(source, part / name, copy_function=data.link)
-                data.sync_folder(part / name)
+                for folder, _, _ in os.walk(part / name):
+                    data.sync_folder(folder)
             elif source.exists() and read_checkpoint(source)["about"]["finished"]:
                 data.link(source, part / name)
         write_json(part / "run.json", saved)
@@ -1369,6 +1386,7 @@ def append(run, file, replace_articles):
     if is_first and appended_in(part) != [*done, record]:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
+        data.sync_folder(run.out)
         say_unknown_words(run, file)
         make_corpus(run, file, part / "corpus", run.corpus, replace_articles, [*done, record])
     ann.barrier()
@@ -1419,9 +1437,9 @@ def log(out, record):
 def alone_in(out):
     """Makes the run folder and locks it, so that other commands are refused. The system releases
     the lock however this command ends. A new folder that stays empty is removed again."""
-    is_new = not os.path.exists(out)
+    is_new, folder = not os.path.exists(out), None
     os.makedirs(out, exist_ok=True)
-    folder = None
+    data.sync_folder(Path(out).absolute().parent)
     try:
         import fcntl
         folder = os.open(out, os.O_RDONLY)
