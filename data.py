@@ -1,83 +1,50 @@
 """Text in, batches out: mentions, markers, masking, related passages, examples, the toy world.
 
 The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app. A (rates), A.1
-(related passages), B.1 (claims and questions). Reading and writing files is the second half.
+(related passages), B.1 (claims and questions). Files and their formats are the second half.
 
     corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
-    Corpus, passage numbers --make_batch--> Batch
+    Corpus, passage numbers --corpus_batch--> Batch --mask_batch--> masked Batch
 
-Shapes: B passages, or rows, of T tokens in a batch, of which L are to be predicted; the M mentions
-of the whole batch in flat arrays; E entities of the corpus, of which 0 is none. A passage of n
-tokens with m mentions takes n + 2m + 2 positions:
+Shapes: a batch has B passages (rows) of T tokens, of which L are to be predicted. The M mentions of
+the whole batch are in flat arrays. The corpus has E entities, where entity 0 means "none". A
+passage of n tokens with m mentions takes n + 2m + 2 positions:
 
     [CLS] the capital of [E_start] north karovia [E_end] is [E_start] port ellin [E_end] . [SEP]
       0    1     2     3     4       5      6       7    8     9       10   11     12    13  14
     start = 4, 9 and end = 7, 12: the positions s and e of the paper's markers"""
-import argparse
-import bz2
-import errno
-import gzip
-import html
-import json
-import os
 import re
-import shutil
-import signal
-import sys
-import tempfile
-import unicodedata
-import zlib
-from collections import Counter, defaultdict, namedtuple
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
-from io import TextIOWrapper
-from itertools import islice
-from pathlib import Path
-from string import ascii_lowercase, digits
 from typing import Iterator, NamedTuple
-from urllib.parse import unquote
-from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[E_start]", "[E_end]"]
 PAD, UNK, CLS, SEP, MASK, E_START, E_END = SPECIAL
-CLAIM_LABELS = ("REFUTES", "SUPPORTS", "NOT ENOUGH INFO")      # the last one in FEVER only
-TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py check` needs them too
-    "toy": {"passage_length": 64, "max_length": 128, "vocab": 2000},
-    "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
-    "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
-}
-FORMAT = 25             # version of the files in a run folder; others are refused
-
-class UserError(Exception):
-    """Something is wrong with what the user gave; the message is a sentence for a person."""
+CLAIM_LABELS = ("REFUTES", "SUPPORTS", "NOT ENOUGH INFO")       # only FEVER has the last one
 
 # ---------------------------------------------------------------- mentions, markers, passages
 
 class Mention(NamedTuple):
-    """A mention in a text, as corpora and examples give it."""
+    """A mention in a text, as in the files of corpora and examples."""
     start: int              # character offsets, end exclusive
     end: int
     entity: str | None      # None: mentioned, but not linked
 
 class Text(NamedTuple):
-    """A line of a corpus file. All texts of one title are one article."""
+    """A line of a corpus file. All texts with the same title form one article."""
     title: str
     text: str
     mentions: list
-    split: str | None = None    # "train", "held_out" or None: by its title
+    split: str | None = None    # "train", "held_out" or None: the title decides
 
 class Passage(NamedTuple):
-    """A part of a text as the model reads it, of n tokens and m mentions."""
-    tokens: list | np.ndarray   # (n + 2m + 2,) [CLS] … [SEP]; the markers say where mentions are
-    index: list | range         # (m,) which of the text's mentions, or of the corpus's
+    """A part of a text as the model reads it: n tokens and m mentions."""
+    tokens: list | np.ndarray   # (n + 2m + 2,) [CLS] … [SEP], with markers around the mentions
+    index: list | range         # (m,) numbers of these mentions in the text, or in the corpus
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and max_length
@@ -123,50 +90,50 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         a = b
     return passages
 
-# ---------------------------------------------------------------- batches and masking
+# ---------------------------------------------------------------- batches
 
-# `corpus` below, and in other files, is a Corpus, a tokenised corpus of P passages and M mentions:
+# `corpus`, here and in the other files, is a Corpus: P tokenised passages with M mentions.
 #
-#   tokens (total,)             all passages one after the other, [CLS] … [SEP], with markers
-#   passage_start, mention_first (P+1,)     where each passage's tokens and mentions start
+#   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
+#   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
 #   mention_entity (M,)         index into entity_names; 0 = not linked
 #   mention_char (M, 2)         character offsets in the text
-#   article, held_out (P,)      index into titles; kept out of training
-#   text (bytes,), text_at (P, 2)       all texts in UTF-8; from where to where a passage's stands
+#   article, held_out (P,)      index into titles; whether the passage is kept out of training
+#   text (bytes,), text_at (P, 2)       all texts in UTF-8; start and end of each passage's text
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
-#   entity_count (E,)           linked mentions of each entity in passages that are not held out
-#   tokenizer, special, vocab_size      the tokenizer; its ids of the special tokens; its size
-#   maskable (vocab_size,), words   which tokens may be masked; those that may stand for them
+#   entity_count (E,)           number of linked mentions of each entity in training passages
+#   tokenizer, special, vocab_size      the tokenizer; the ids of its special tokens; its size
+#   maskable (vocab_size,), words   which tokens may be masked; ids of the words that replace some
 #   meta                        counts, what was dropped, the recipe
 #
-# The fields of a Batch with one entry per row, and those with one per mention:
+# The fields of a Batch with one entry per row, and the fields with one entry per mention:
 ROWS = ("tokens", "unmasked", "attention_mask", "is_target", "label")
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 
 @dataclass
 class Batch:
-    """B rows of T tokens, L of them to predict, and their M mentions, flat over all rows."""
+    """B rows of T tokens, L of them to predict, and the M mentions of all rows."""
     tokens: torch.Tensor            # (B, T) what the model reads: masked in training
-    unmasked: torch.Tensor          # (B, T) … before masking: the Mention Encoder reads this
-    attention_mask: torch.Tensor    # (B, T) bool, True = token
+    unmasked: torch.Tensor          # (B, T) before masking: what the Mention Encoder reads
+    attention_mask: torch.Tensor    # (B, T) bool, True = token, False = padding
     is_target: torch.Tensor         # (B, T) bool, True = to predict: one of L
-    label: torch.Tensor             # (B,) claims: CLAIM_LABELS' index, -1 = none
-    row: torch.Tensor               # (M,) the mention's row, and the columns of its markers
-    start: torch.Tensor             # (M,)
+    label: torch.Tensor             # (B,) claims: index into CLAIM_LABELS, -1 = none
+    row: torch.Tensor               # (M,) the mention's row …
+    start: torch.Tensor             # (M,) … and the columns of its markers
     end: torch.Tensor               # (M,)
     entity: torch.Tensor            # (M,) 0 = not linked
-    passage: torch.Tensor           # (M,) corpus passage, -1 = none (an example)
-    mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the one
-                                    # that is appended to a question, [E_start] [MASK] [E_end]
-    answer: torch.Tensor            # (M,) where a mention's entity is asked for: the first answer
-                                    # that is an entity, 0 = none is; -1 = not asked for
+    passage: torch.Tensor           # (M,) number in the corpus, -1 = none (an example)
+    mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the mention
+                                    # [E_start] [MASK] [E_end] at the end of a question
+    answer: torch.Tensor            # (M,) the entity that is asked for here: the first answer that
+                                    # is a known entity, 0 = none is; -1 = nothing is asked for
 
     def to(self, device) -> "Batch":
         """The batch on that device."""
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def part(self, rank, size) -> "Batch":
-        """Rows rank, rank + size, … with their mentions: what process `rank` of `size` computes."""
+        """Rows rank, rank + size, … with their mentions: the part of process `rank` of `size`."""
         ours = self.row % size == rank                              # (M,)
         part = {name: getattr(self, name)[ours] for name in MENTIONS}
         part["row"] = part["row"] // size
@@ -174,7 +141,7 @@ class Batch:
         return Batch(**part)
 
 def collate(passages, special) -> Batch:
-    """Passages as the rows of a Batch. Nothing is masked, no mention linked yet."""
+    """Passages as the rows of a Batch. No token is masked and no mention is linked yet."""
     rows = [torch.from_numpy(np.array(passage.tokens, np.int64)) for passage in passages]
     tokens = pad_sequence(rows, batch_first=True, padding_value=special[PAD])
     row, start = (tokens == special[E_START]).nonzero(as_tuple=True)
@@ -185,54 +152,57 @@ def collate(passages, special) -> Batch:
                  row, start, end, torch.zeros_like(row), none, index, none.clone())
 
 def corpus_batch(corpus, passages) -> Batch:
-    """Passages of the corpus, by their numbers, with all of their mentions."""
+    """Passages of the corpus, given by number, with all of their mentions."""
     batch = collate([corpus.passage(p) for p in passages], corpus.special)
     batch.entity = torch.from_numpy(corpus.mention_entity[batch.mention.numpy()]).long()
     batch.passage = torch.from_numpy(np.asarray(passages, np.int64))[batch.row]
     return batch
 
+def sample_mentions(batch, n, rng) -> Batch:
+    """The batch with a uniform sample of its mentions, at most n per row on average (app. A: 24).
+    The other mentions keep their markers in the text, but they are neither masked nor used."""
+    n *= len(batch.tokens)
+    if len(batch.row) <= n:
+        return batch
+    kept = np.sort(rng.choice(len(batch.row), n, replace=False))
+    return replace(batch, **{name: getattr(batch, name)[kept] for name in MENTIONS})
+
+# ---------------------------------------------------------------- masking
+
 def inside_mentions(batch) -> np.ndarray:
-    """(B, T) the mention between whose markers each token stands, -1 = none."""
+    """(B, T) index of the mention whose markers enclose each token, -1 = none."""
     owner = np.full(batch.tokens.shape, -1)
     mentions = zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist())
     for m, (row, start, end) in enumerate(mentions):
         owner[row, start + 1:end] = m
     return owner
 
-def make_batch(corpus, passages, rng, mention_rate=.2, token_rate=.1,
-               max_mentions=24, is_withheld=None, all_of_entity=False) -> Batch:
-    """Passages as a masked batch (app. A): a share mention_rate of the mentions, at least one is
-    drawn, each as a whole, and token_rate of the tokens outside of mentions.
+def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity=False) -> Batch:
+    """The batch with tokens to predict (app. A): a share mention_rate of its mentions, at least
+    one, each as a whole; and a share token_rate of the tokens outside all mentions.
 
-    rng: a numpy Generator. max_mentions: per passage on average; of more, a uniform sample stays in
-    the batch (None: all stay). Mentions left out keep their markers in the text, but are neither
-    masked nor used. is_withheld (E,): entities whose mentions are never masked. all_of_entity: with
-    a linked mention all others of its entity in the passage are masked, too."""
-    batch = corpus_batch(corpus, passages)
-    tokens, owner = batch.unmasked.numpy(), inside_mentions(batch)          # (B, T)
-    kept = np.arange(len(batch.row))        # of each mention of the batch: its number in `owner`
-    if max_mentions is not None and len(kept) > max_mentions * len(tokens):
-        kept = np.sort(rng.choice(len(kept), max_mentions * len(tokens), replace=False))
-        batch = replace(batch, **{name: getattr(batch, name)[kept] for name in MENTIONS})
-
-    chosen = corpus.maskable[tokens] & (owner < 0) & (rng.random(tokens.shape) < token_rate)
+    rng: a numpy Generator. all_of_entity: if a linked mention is masked, all mentions of its entity
+    in the same passage are masked too."""
+    tokens = batch.unmasked.numpy()                                                 # (B, T)
+    opened, closed = (np.cumsum(tokens == corpus.special[marker], 1) for marker in (E_START, E_END))
+    is_outside = opened == closed           # also of mentions that sample_mentions has left out
+    is_target = corpus.maskable[tokens] & is_outside & (rng.random(tokens.shape) < token_rate)
     if mention_rate:
-        masked = rng.permutation(len(kept))[:max(1, round(mention_rate * len(kept)))]
-        if is_withheld is not None:
-            masked = masked[~is_withheld[batch.entity.numpy()[masked]]]
+        masked = rng.permutation(len(batch.row))[:max(1, round(mention_rate * len(batch.row)))]
         if all_of_entity:
-            pair = (batch.row * len(corpus.entity_names) + batch.entity).numpy()
+            pair = (batch.row * len(corpus.entity_names) + batch.entity).numpy()    # row and entity
             also = np.isin(pair, pair[masked]) & (batch.entity.numpy() > 0)
             masked = np.union1d(masked, np.flatnonzero(also))
-        chosen |= np.isin(owner, kept[masked])
-    fate = rng.random(chosen.sum())         # 80% [MASK], 10% a random word, 10% left as they are
-    other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[chosen])
+        is_target |= np.isin(inside_mentions(batch), masked)
+    # Of the tokens to predict, 80% become [MASK], 10% a random word, and 10% stay as they are.
+    fate = rng.random(is_target.sum())
+    other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
     read = tokens.copy()
-    read[chosen] = np.where(fate < .8, corpus.special[MASK], other)
-    return replace(batch, tokens=torch.from_numpy(read), is_target=torch.from_numpy(chosen))
+    read[is_target] = np.where(fate < .8, corpus.special[MASK], other)
+    return replace(batch, tokens=torch.from_numpy(read), is_target=torch.from_numpy(is_target))
 
 def eval_batch(corpus, mentions) -> Batch:
-    """A row for each corpus mention: its passage, with [MASK] for each token of this mention."""
+    """One row per corpus mention: its passage, in which all tokens of this mention are [MASK]."""
     batch = corpus_batch(corpus, corpus.passage_of(mentions))
     asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one per row
     is_target = torch.from_numpy(np.isin(inside_mentions(batch), np.flatnonzero(asked)))
@@ -240,11 +210,11 @@ def eval_batch(corpus, mentions) -> Batch:
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of the mentions in held-out passages that a memory can fill in, and their own passage
-    does not.
+    """Numbers of the held-out mentions that the model can fill in from the memory only.
 
-    Each is linked; it is its entity's only one in the passage; another passage, held out or not,
-    links this entity too; and it is not the article's title, which most of its passages name."""
+    The entity of such a mention is linked in another passage, held out or not, but nowhere else in
+    the mention's own passage. Mentions of the article's title are left out, because most of its
+    passages name it."""
     linked = np.flatnonzero(corpus.mention_entity)
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)        # passage * E + entity: a number for each pair of them
@@ -256,62 +226,78 @@ def eval_mentions(corpus) -> np.ndarray:
 
 # ---------------------------------------------------------------- related passages (app. A.1)
 
-POOL = 2 ** 15          # articles that are compared with each other
+POOL = 2 ** 15          # maximum number of articles that are compared with each other
 
 def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` of these passages from related articles: arrays of passage numbers.
 
-    A cluster starts from the article with most unused passages. Then, until it is full, the article
-    is added whose set of entities has the largest Jaccard similarity to the cluster's; what does
-    not fit stays unused. Of equals that share an entity one whose title shares a word with the
-    cluster's titles comes first, and then by seed: where no two names of a batch are alike, one
-    word of a name is all that must be learnt. Each article added is compared with all, so of more
-    than POOL articles random pools are clustered one by one, and what is left of each together."""
-    passages = np.sort(passages)
+    Only the last cluster can be smaller. Clustering takes quadratic time, so more than POOL
+    articles are divided into random pools. Each pool is clustered by itself, and the passages of
+    its unfilled cluster are divided again."""
+    passages, clusters = np.sort(passages), []
+    while True:
+        articles, article = np.unique(corpus.article[passages], return_inverse=True)
+        n_pools = max(1, -(-len(articles) // max(POOL, 2 * size)))
+        pool = np.random.default_rng(seed).permutation(len(articles)) % n_pools     # per article
+        found = [cluster for n in range(n_pools)
+                 for cluster in greedy_clusters(corpus, size, seed, passages[pool[article] == n])]
+        if n_pools == 1:
+            return clusters + found
+        clusters += [cluster for cluster in found if len(cluster) == size]
+        unfilled = [cluster for cluster in found if len(cluster) < size]
+        passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # possibly of none
+
+def articles_with(keys) -> dict:
+    """{key: array of articles}, from the set of keys of each article."""
+    found = defaultdict(list)
+    for article, own in enumerate(keys):
+        for key in own:
+            found[key].append(article)
+    return {key: np.array(articles) for key, articles in found.items()}
+
+def greedy_clusters(corpus, size, seed, passages) -> list:
+    """Clusters of `size` of these passages, by greedy choice of the most related article.
+
+    A cluster starts from the article with the most unused passages. Until it is full, the article
+    is added whose set of entities has the largest Jaccard similarity to the cluster's. Ties are
+    broken in favour of an article whose title shares a word with a title in the cluster, then at
+    random. Otherwise names in a batch rarely look alike, and the model learns to read only one word
+    of each."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
-    if (n_pools := -(-len(numbers) // max(POOL, 2 * size))) > 1:
-        pool = np.random.default_rng(seed).permutation(len(numbers))[article] % n_pools
-        found = [cluster for number in range(n_pools) for cluster in
-                 related_clusters(corpus, size, seed, passages[pool == number])]
-        left = np.concatenate([passages[:0], *(c for c in found if len(c) < size)])
-        return [c for c in found if len(c) == size] + related_clusters(corpus, size, seed, left)
-    # Articles are numbered in random order, since argmax takes the first of equals.
+    # Articles are renumbered at random, because argmax takes the first of equal values.
     place = np.random.default_rng(seed).permutation(len(numbers))
     article, numbers = place[article], numbers[place.argsort()]
-    unused, entities = [[] for _ in numbers], [set() for _ in numbers]          # of each article
+    words = [{*corpus.titles[number].split()} for number in numbers]            # of each article
+    unused, entities = [[] for _ in numbers], [set() for _ in numbers]
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
-        entities[a].update({*corpus.passage_entities(p).tolist()} - {0})        # 0: not linked
-    words = [{*corpus.titles[n].split()} for n in numbers]
-    articles = defaultdict(list)                # of each entity, and of each word of a title
-    for a in range(len(numbers)):
-        for key in entities[a] | words[a]:
-            articles[key].append(a)
-    articles = {key: np.array(found) for key, found in articles.items()}
-    n_entities = np.array([len(found) for found in entities])
-    n_unused = np.array([len(found) for found in unused])
+        entities[a].update({*corpus.passage_entities(p).tolist()} - {0})        # 0 = not linked
+    with_entity, with_word = articles_with(entities), articles_with(words)
+    n_entities = np.array([len(own) for own in entities])
+    n_unused = np.array([len(own) for own in unused])
 
     clusters = []
     while n_unused.any():
-        a, cluster, joined = n_unused.argmax(), [], set()           # joined: the cluster's entities
-        both = np.zeros(len(numbers))               # how many of these each article has
-        alike = np.zeros(len(numbers))              # 1: shares a title word with the cluster
+        cluster, joined = [], set()             # joined: the entities of the cluster's articles
+        n_shared = np.zeros(len(numbers))       # of each article: number of entities in `joined`
+        is_alike = np.zeros(len(numbers))       # 1 = its title shares a word with the cluster's
+        a = n_unused.argmax()
         while True:
-            n = size - len(cluster)
-            cluster += unused[a][:n]
-            unused[a] = unused[a][n:]
+            room = size - len(cluster)
+            cluster += unused[a][:room]
+            unused[a] = unused[a][room:]
             n_unused[a] = len(unused[a])
             if len(cluster) == size or not n_unused.any():
                 break
             for entity in entities[a] - joined:
-                both[articles[entity]] += 1
-            joined |= entities[a]
+                n_shared[with_entity[entity]] += 1
             for word in words[a]:
-                alike[articles[word]] = 1
-            jaccard = both / (n_entities + len(joined) - both).clip(1) * (n_unused > 0)
-            # if nothing left shares an entity, the first article left
-            best = jaccard * (1 + 1e-9 * alike) if jaccard.any() else n_unused > 0
-            a = best.argmax()
+                is_alike[with_word[word]] = 1
+            joined |= entities[a]
+            jaccard = n_shared / (n_entities + len(joined) - n_shared).clip(1) * (n_unused > 0)
+            score = jaccard * (1 + 1e-9 * is_alike)
+            # If no article that is left shares an entity, the first of them is taken.
+            a = score.argmax() if score.any() else (n_unused > 0).argmax()
         clusters.append(np.array(cluster))
     return clusters
 
@@ -320,10 +306,10 @@ def related_clusters(corpus, size, seed, passages) -> list:
 class Example(NamedTuple):
     """A claim, a cloze or a question."""
     text: str
-    mentions: list | None       # None: to be found (mention_finder)
-    label: int | None           # index into CLAIM_LABELS; None: not known, a cloze, a question
-    answers: list               # entity names, any of which is right; [] of a claim
-    info: dict                  # the whole record, with its other fields: subject, bridge, …
+    mentions: list | None       # None: to be found by mention_finder
+    label: int | None           # index into CLAIM_LABELS; None: unknown, or not a claim
+    answers: list               # names of entities, each a correct answer; empty for a claim
+    info: dict                  # the whole record with its other fields: subject, bridge, …
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """The Passage of each example: what of its text fits in max_length positions, and of its
@@ -343,17 +329,19 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
         yield Passage(tokens, index)
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
-    """Examples with mentions as a Batch; a question ends in "[E_start] [MASK] [E_end]" (§4.4).
+    """Examples with mentions as a Batch. A question ends in "[E_start] [MASK] [E_end]" (§4.4).
 
-    task: "claims", "qa", or None: only texts. entity_index: name -> number. Among the claims
-    may stand clozes: true claims with one entity hidden, which have that entity as answer instead
-    of a label. Its mentions in the batch become [MASK], and the first of them is asked for.
-    What is behind max_length positions is cut off."""
+    task: "claims", "qa", or None for texts only. entity_index: {name: number}. Text beyond
+    max_length positions is cut off.
+
+    Claims can come with clozes: true claims in which one entity is hidden. A cloze has this entity
+    as its answer instead of a label. All mentions of the entity become [MASK], and the first one is
+    asked for."""
     special = special_ids(tokenizer)
     batch = collate([*example_passages(examples, task, tokenizer, max_length)], special)
     batch.tokens = batch.unmasked.clone()
     batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    asked = set()                                               # rows with an answer
+    asked = set()                                               # rows in which an entity is asked
     for m, (row, i) in enumerate(zip(batch.row.tolist(), batch.mention.tolist())):
         example = examples[row]
         name = example.mentions[i].entity if i >= 0 else None
@@ -369,142 +357,77 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 
 # ---------------------------------------------------------------- the toy world
 
-def _entries(table):
-    """Parses "head: part | part …", continued on indented lines: (words of the head, parts)."""
-    for entry in re.split(r"\n(?! )", table.strip()):
-        head, _, parts = entry.partition(":")
-        yield head.split(), [" ".join(part.split()) for part in parts.split("|")]
+# A made-up world of persons, cities, countries, companies and films, small enough to train on in
+# minutes. A fact is a subject, a relation and an object: the film Silent Garden (subject) has the
+# director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
+# guessed, only looked up or memorised.
+#
+# Five passages per subject. Each states all facts of its subject in different words, so a fact that
+#     is masked in one passage can be found in the others. Five is enough: when one is held out and
+#     two only describe the fact (see below), two training passages still state it.
+# Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
+#     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
+# Described facts. For half of the training facts, two of the five passages say "Silent Garden's
+#     director is well known." instead, where "director" is a mention of Alma Verran. This teaches
+#     whom such a description means. It is the first hop of the question "Where was Silent Garden's
+#     director born?", in which the description is not linked.
+# Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
+#     facts with this relation, so an object is as frequent in false claims as in true ones, and a
+#     claim by itself does not show whether it is true.
 
-# A name is a first and a last word; an unseen one is a new pair of known words.
-NAMES = {kind: [pool.split() for pool in pools] for (kind,), pools in _entries("""
-person: Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils Olga Pavel
- Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia Dmitri Elsa Fabian
- Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja Tobias Ursula Viktor Wanda |
- Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist Rademaker Sorel Tarkov Ulland Varga Westrup
- Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart Falk Garnier Hale Ibsen Jarvis Keller Lorenz Moreau
- Nyberg Orloff Pascal Renner Salinas Thorne Unwin Vance Weaver Adler Bishop Castell Draper Engel
- Forster Grange Hartley Irving Jansen Kovac Lambert Mercer Novak Olsen Porter Ramsey Sutter
-city: Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver Golden
- Stone Long Bright Cold Deep Fair Kings Queens Bishops | Ellin Orla Dunmere Ashby Belcourt Carrow
- Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham Oakley Penrith Redmond
- Selby Tarrant Upton Vernon Wexley Yardley Amber Brook
-country: North South East West New Upper Lower Inner Outer Grand Free United | Karovia Maland
- Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia Istrana Jorvia
- Kestoria
-company: Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel Lotus
- Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith | Motors Steel Foods Books
- Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels Kitchens Lumber Media
- Optics Paper Rail Shipping Textiles
-film: Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely Midnight Narrow
- Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen Hollow Last Lost Pale
- Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden | Garden Mirror River Letters Shadow
- Window Dancer Island Orchard Promise Station Tiger Voyage Whisper Anthem Bells Circus Diary Echo
- Feast Ghost Harvest Journey Kingdom Lantern Memory Mountain Night Ocean Painter Road Sailor Storm
- Summer Thief Tower
-""")}
-# So many that names are worth reading word by word: with 800 persons and 220 cities they were
-# learnt by heart, and an unseen name was filled in as a seen one that shares a word with it.
-COUNTS = {"person": 1400, "city": 385, "country": 105, "company": 385, "film": 600}
+class Relation(NamedTuple):
+    """A relation. In its sentences, S is the subject, O the object, and "S's N" a description of O.
+    """
+    subject: str            # the kind of its subjects: "film"
+    object: str             # the kind of its objects: "person"
+    noun: str               # N: "director"
+    phrases: list           # for the five passages: "S was directed by O.", …
+    claims: list            # two sentences that are in no passage: "O directed S.", …
+    questions: list         # two: "Who directed S?", …
 
-# A relation: the kinds of its subject S and its object O; a noun, so that "S's noun" describes O
-# without its name; five phrases for the corpus, two for claims, worded otherwise; two questions.
-Relation = namedtuple("Relation", "subject object noun phrases claims questions")
-RELATIONS = {name: Relation(*kinds, noun, parts[:5], parts[5:7], parts[7:])
-             for (name, *kinds, noun), parts in _entries("""
-born_in person city birthplace: S was born in O. | O is the city where S was born. |
-  The birthplace of S is O. | S is a native of O. | In O stands the house where S was born. |
-  S was born in the city of O. | O is the birthplace of S. | In which city was S born? |
-  Where was S born?
-employer person company employer: S works for O. | O is the company which employs S. |
-  The employer of S is O. | S has a job at O. | Every month O pays the wages of S. | O employs S. |
-  S has a job at the company O. | Which company employs S? | Which company is the employer of S?
-teacher person person teacher: S was taught by O. | O taught S for many years. |
-  The teacher of S was O. | S learned everything from O. | Long ago O had S as a pupil. |
-  S was a pupil of O. | O was the teacher who taught S. | Who taught S? | Who was the teacher of S?
-country city country country: S is a city in O. | O is the country where S lies. |
-  The country of S is O. | S belongs to O. | On the map S is a part of O. | S lies in O. |
-  S is a part of the country O. | In which country is S? | S is a city in which country?
-mayor city person mayor: The mayor of S is O. | O was chosen to be mayor by the people of S. |
-  S is led by O. | Who runs the town hall of S? O. | O leads the council of S. |
-  O leads the people of S. | O was chosen to be the mayor of S. | Who is the mayor of S? |
-  Who leads the people of S?
-capital country city capital: The capital of S is O. | O is the seat of the government of S. |
-  S is governed from O. | S has O as capital. | In O the parliament of S meets. |
-  O is the capital of S. | The government of S meets in O. | Which city is the capital of S? |
-  In which city is the government of S?
-home company city home: S is based in O. | The main office of S stands in O. | O is the home of S. |
-  S is run from an office in O. | In O stands the factory of S. | S has the main office in O. |
-  The home of S is in the city of O. | In which city is S based? | Where is the main office of S?
-founder company person founder: S was founded by O. | O started S in a small shop. |
-  The founder of S was O. | S began as an idea of O. | With little money O set up S. |
-  S was started by O. | O is the founder of S. | Who founded S? | Who was the founder of S?
-director film person director: S was directed by O. | O is the director of S. | O made the film S. |
-  The film S is the work of O. | With S the director O won a prize. | O directed S. |
-  The director of the film S was O. | Who directed S? | Who was the director of S?
-star film person star: O plays the lead in S. | The star of S is O. | S has O in the main part. |
-  In S the hero is played by O. | Who became famous as the hero of S? O. |
-  The lead in S is played by O. | O is the star of the film S. | Who plays the lead in S? |
-  Who is the star of S?
-location film city location: S was filmed in O. | The streets of O can be seen in S. |
-  For S the cameras came to O. | The location of S was O. | O was chosen as the location for S. |
-  O is the city where S was filmed. | The film S was made in O. | In which city was S filmed? |
-  Where was the film S made?
-""")}
+def toy_world(seed=0) -> tuple:
+    """The lines of the corpus, and the lines of every file of examples: {"qa.one_hop.train": …}.
 
-# What is said of a description, whatever it is of: statements and questions, as in the examples.
-REMARKS = [part.strip() for part in """
-S is well known. | Many talk about S. | Who has heard of S? | Much was written about S. |
-  In the paper one reads about S. | Is S not famous? | S was in the news. | What became of S? |
-  A book tells the story of S. | Where is S today? | Which of us remembers S? | Of S much is said.
-""".split("|")]
-
-# A name, or the noun of a description "X's noun".
-NAME = re.compile("|".join([f"(?:{'|'.join(firsts)}) (?:{'|'.join(lasts)})"
-                            for firsts, lasts in NAMES.values()] + [r"(?<='s )\w+"]))
-
-def _say(phrase, subject, obj="", noun=""):
-    """The phrase about the subject, or about "subject's noun", which takes two hops."""
-    said = {"S": f"{subject}'s {noun}" if noun else subject, "O": obj}
-    text = re.sub(r"\b[SO]\b", lambda match: said[match[0]], phrase)
-    return text[0].upper() + text[1:]
-
-def _line(key, text, entity_of, **others):
-    """A line of a file. entity_of: {name, or noun of a description "X's noun": entity or None}."""
-    mentions = [{"start": found.start(), "end": found.end(), "entity": entity_of[found[0]]}
-                for found in NAME.finditer(text)]
-    return {key: text, "mentions": mentions, **others}
-
-def toy_world(seed=0):
-    """Corpus lines and {"claims.one_hop.train": lines, …} of a made-up world, from a seed alone.
-
-    It is two worlds with common name words but no common entity: one is trained on, the other, a
-    fifth as large, never is. Facts (subject, relation) are divided into splits once, for all tasks;
-    a two-hop example uses two facts of one split."""
+    Each fact belongs to one split ("train", "dev", "test" or "unseen"), which is the same for all
+    tasks. An example about two facts takes both from the same split."""
     rng = np.random.default_rng(seed)
-    seen, unseen = {}, {}                                   # kind -> names
-    for kind, (firsts, lasts) in NAMES.items():
-        n = COUNTS[kind]
-        names = rng.permutation([f"{first} {last}" for first in firsts for last in lasts]).tolist()
-        seen[kind], unseen[kind] = names[:n], names[n:n + n // 5]
-    facts, unseen_facts = _toy_facts(rng, seen), _toy_facts(rng, unseen)
-    split = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
-    split = dict(zip(facts, split)) | dict.fromkeys(unseen_facts, "unseen")
-    facts |= unseen_facts
-    described = {fact for fact in facts if split[fact] == "train" and rng.random() < .5}
-    lines = _toy_passages(rng, facts, split, described)
-    lines, examples = [lines[i] for i in rng.permutation(len(lines))], {}
-    for name, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
-        of_split = {fact: obj for fact, obj in facts.items() if split[fact] == name}
-        one, two = (_toy_examples(rng, of_split, described, hops, limit) for hops in (1, 2))
+    names, unseen_names = toy_names(rng)
+    facts, unseen_facts = toy_facts(rng, names), toy_facts(rng, unseen_names)
+    splits = {"train": {}, "dev": {}, "test": {}, "unseen": unseen_facts}
+    drawn = rng.choice(["train", "dev", "test"], len(facts), p=[.66, .15, .19])
+    for (fact, obj), split in zip(facts.items(), drawn):
+        splits[split][fact] = obj
+    described = {fact for fact in splits["train"] if rng.random() < .5}
+    lines = [*toy_corpus(rng, facts, described, "train"),
+             *toy_corpus(rng, unseen_facts, described, "held_out")]
+    lines = [lines[i] for i in rng.permutation(len(lines))]
+
+    examples = {}
+    for split, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
+        # Described facts are not asked for. The model would learn to answer from descriptions, and
+        # the other splits have none (tests/README.md, "Descriptions at the answer").
+        plain = {fact: obj for fact, obj in splits[split].items() if fact not in described}
+        one = toy_examples(rng, one_hop(plain), limit)
+        two = toy_examples(rng, two_hops(splits[split], plain), limit)
         for task in ("qa", "claims"):
-            examples[f"{task}.one_hop.{name}"] = one[task]
-            examples[f"{task}.two_hop.{name}"] = two[task]
-            if name in ("train", "dev"):                    # both kinds, to learn from together
-                examples[f"{task}.both.{name}"] = one[task] + two[task]
+            examples[f"{task}.one_hop.{split}"] = one[task]
+            examples[f"{task}.two_hop.{split}"] = two[task]
+            if split in ("train", "dev"):                   # to learn both kinds together
+                examples[f"{task}.both.{split}"] = one[task] + two[task]
     return lines, examples
 
-def _toy_facts(rng, names) -> dict:
-    """Facts {(subject, relation): object} drawn at random; names: {kind: names}."""
+def toy_names(rng) -> tuple:
+    """The names {kind: list} of the world to train on, and those of the unseen world."""
+    seen, unseen = {}, {}
+    for kind, words in NAMES.items():
+        firsts, lasts = (part.split() for part in words.split("/"))
+        names = rng.permutation([f"{first} {last}" for first in firsts for last in lasts]).tolist()
+        n = COUNTS[kind]
+        seen[kind], unseen[kind] = names[:n], names[n:n + n // 5]
+    return seen, unseen
+
+def toy_facts(rng, names) -> dict:
+    """Random facts {(subject, relation): object} about these names {kind: list}."""
     facts = {}
     for name, relation in RELATIONS.items():
         for subject in names[relation.subject]:
@@ -512,75 +435,226 @@ def _toy_facts(rng, names) -> dict:
             facts[subject, name] = other if one == subject else one
     return facts
 
-def _toy_passages(rng, facts, split, described) -> list:
-    """Five passages per subject. Each states its facts, in phrases of its own: what is masked in
-    one is told by the others. 5% of the passages of the seen world are held out. split: of each
-    fact.
+def toy_line(key, sentences, **others) -> dict:
+    """{key: text, "mentions": its mentions, **others} for these sentences.
 
-    Half of the training facts are described, and left out of two passages (but not of a held-out
-    one): in place of "X was directed by Y." stands "X's director is well known.", with a link to Y
-    on the description. Such links teach whom a description means, the first of two hops; examples
-    do not link it."""
-    lines = []
-    for subject in dict.fromkeys(subject for subject, _ in facts):
-        objects = {r: facts[subject, r] for r in RELATIONS if (subject, r) in facts}
-        entity_of = {name: name for name in (subject, *objects.values())}
-        entity_of |= {RELATIONS[r].noun: obj for r, obj in objects.items()}
-        held_out = rng.integers(20)         # 0 to 4: this passage is; else none
-        order = {r: rng.permutation(5) for r in objects}
-        left_out = {r: rng.permutation(5)[:2] for r in objects if (subject, r) in described}
+    A sentence is a phrase and what S, O and N are in it: {"S": (words, entity), …}."""
+    text, mentions = "", []
+    for phrase, named in sentences:
+        text += " " if text else ""
+        for part in re.split(r"\b([SON])\b", phrase):
+            if part in named:
+                part, entity = named[part]
+                end = len(text) + len(part)
+                mentions.append({"start": len(text), "end": end, "entity": entity})
+            text += part
+    return {key: text, "mentions": mentions, **others}
+
+def stated_facts(rng, relations) -> list:
+    """The relations of its subject that a passage tells, in order: all of them, in random order."""
+    return rng.permutation(list(relations)).tolist()
+
+def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
+    """The lines of a world: five passages per subject.
+
+    described: the facts that two of the five passages describe; a held-out passage always states
+    them. split: "train" (5% of the passages are held out all the same) or "held_out"."""
+    objects = defaultdict(dict)                             # {subject: {relation: object}}
+    for (subject, relation), obj in facts.items():
+        objects[subject][relation] = obj
+    for subject, object_of in objects.items():
+        held_out = rng.integers(20)                         # which of the five; 5 or more: none
+        order = {r: rng.permutation(5) for r in object_of}  # which phrase in which passage
+        left_out = {r: rng.permutation(5)[:2] for r in object_of if (subject, r) in described}
         for i in range(5):
-            said = {r: _say(RELATIONS[r].phrases[order[r][i]], subject, objects[r])
-                    for r in rng.permutation(list(objects)).tolist()}
-            for r in said:
-                if i != held_out and i in left_out.get(r, ()):
-                    said[r] = _say(rng.choice(REMARKS), subject, noun=RELATIONS[r].noun)
-            is_train = i != held_out and "unseen" not in (split[subject, r] for r in objects)
-            lines.append({"title": subject, **_line("text", " ".join(said.values()), entity_of,
-                                                    split="train" if is_train else "held_out")})
-    return lines
+            sentences = []
+            for r in stated_facts(rng, object_of):
+                is_left_out = i != held_out and i in left_out.get(r, ())
+                phrase = rng.choice(REMARKS) if is_left_out else RELATIONS[r].phrases[order[r][i]]
+                obj, noun = object_of[r], RELATIONS[r].noun
+                named = {"S": (subject, subject), "O": (obj, obj), "N": (noun, obj)}
+                sentences.append((phrase, named))
+            own_split = "held_out" if i == held_out else split
+            yield {"title": subject, **toy_line("text", sentences, split=own_split)}
 
-def _toy_examples(rng, facts, described, hops, limit) -> dict:
-    """Questions and claims about these facts: "Who directed X?", or in two hops "Where was X's
-    director born?", where the director is the bridge. Facts that are described are not asked for:
-    the model would learn to answer from descriptions, which facts of tests lack (tests/README.md,
-    "Descriptions at the answer").
+def one_hop(plain) -> list:
+    """What can be asked about one fact: "Who directed X?"."""
+    return [{"subject": subject, "relations": [relation], "object": obj}
+            for (subject, relation), obj in plain.items()]
 
-    A wrong claim takes the object of another fact of this relation and split. So wrong objects are
-    as frequent as right ones, and every fact appears both true and false: only the memory can
-    decide. limit: so many questions and claims. None: all, of training; they are in both phrases,
-    which makes them harder to memorise."""
-    plain = {fact: obj for fact, obj in facts.items() if fact not in described}
-    asked = [{"subject": subject, "relations": [first], "object": obj}
-             for (subject, first), obj in plain.items()]
-    if hops == 2:
-        # Where the bridge has such a fact, and its object is not the subject again.
-        asked = [{"subject": subject, "relations": [first, second], "object": plain[bridge, second],
-                  "bridge": bridge} for (subject, first), bridge in facts.items()
-                 for second in RELATIONS if plain.get((bridge, second), subject) != subject]
+def two_hops(facts, plain) -> list:
+    """What can be asked about two facts, "Where was X's director born?". The director is the bridge
+    from the first fact to the second, which is in `plain`. The answer is never X itself."""
+    return [{"subject": subject, "relations": [first, second], "object": plain[bridge, second],
+             "bridge": bridge} for (subject, first), bridge in facts.items()
+            for second in RELATIONS if plain.get((bridge, second), subject) != subject]
+
+def about(fact, phrase, claimed=None) -> tuple:
+    """A sentence about the subject of what is asked, or about "subject's noun" in two hops."""
+    subject, noun = fact["subject"], RELATIONS[fact["relations"][0]].noun
+    if "bridge" in fact:
+        phrase = re.sub(r"\bS\b", "S's N", phrase)
+    return phrase, {"S": (subject, subject), "N": (noun, None), "O": (claimed, claimed)}
+
+def toy_examples(rng, asked, limit) -> dict:
+    """{"qa": lines, "claims": lines} about `limit` of the facts `asked`, chosen at random.
+
+    limit: None = about all of them, with both phrases of a relation, so that the training examples
+    are harder to memorise."""
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])
     for i in rng.permutation(len(asked))[:limit]:
-        subject, obj, bridge = (asked[i].get(name) for name in ("subject", "object", "bridge"))
-        first, last = asked[i]["relations"][0], asked[i]["relations"][-1]
-        noun, relation = RELATIONS[first].noun if bridge else "", RELATIONS[last]
-        about = {subject: subject, noun: None} if noun else {subject: subject}
-        for phrase in [rng.choice(relation.questions)] if limit else relation.questions:
-            question = _say(phrase, subject, noun=noun)
-            qa.append(_line("question", question, about, answers=[obj], **asked[i]))
-        wrong = [other for other in objects[last] if other not in (obj, subject, bridge)]
+        fact, obj = asked[i], asked[i]["object"]
+        relation = RELATIONS[fact["relations"][-1]]
+        for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
+            qa.append(toy_line("question", [about(fact, phrase)], answers=[obj], **fact))
+        wrong = [other for other in objects[fact["relations"][-1]] if other not in fact.values()]
         if not wrong:
             continue
-        for phrase in [rng.choice(relation.claims)] if limit else relation.claims:
+        for phrase in relation.claims if limit is None else [rng.choice(relation.claims)]:
             other = wrong[rng.integers(len(wrong))]
             for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
-                claim = _say(phrase, subject, claimed, noun)
-                claims.append(_line("text", claim, about | {claimed: claimed}, label=label,
-                                    **asked[i]))
+                said = about(fact, phrase, claimed)
+                claims.append(toy_line("text", [said], label=label, **fact))
     return {"qa": qa, "claims": claims[:limit]}
 
-# ==== Set apart: files ============================================================================
+# ==== Set apart: the words of the toy world, files ================================================
+
+RELATIONS = {
+    "born_in": Relation("person", "city", "birthplace", [
+        "S was born in O.", "O is the city where S was born.", "The birthplace of S is O.",
+        "S is a native of O.", "In O stands the house where S was born."],
+        ["S was born in the city of O.", "O is the birthplace of S."],
+        ["In which city was S born?", "Where was S born?"]),
+    "employer": Relation("person", "company", "employer", [
+        "S works for O.", "O is the company which employs S.", "The employer of S is O.",
+        "S has a job at O.", "Every month O pays the wages of S."],
+        ["O employs S.", "S has a job at the company O."],
+        ["Which company employs S?", "Which company is the employer of S?"]),
+    "teacher": Relation("person", "person", "teacher", [
+        "S was taught by O.", "O taught S for many years.", "The teacher of S was O.",
+        "S learned everything from O.", "Long ago O had S as a pupil."],
+        ["S was a pupil of O.", "O was the teacher who taught S."],
+        ["Who taught S?", "Who was the teacher of S?"]),
+    "country": Relation("city", "country", "country", [
+        "S is a city in O.", "O is the country where S lies.", "The country of S is O.",
+        "S belongs to O.", "On the map S is a part of O."],
+        ["S lies in O.", "S is a part of the country O."],
+        ["In which country is S?", "S is a city in which country?"]),
+    "mayor": Relation("city", "person", "mayor", [
+        "The mayor of S is O.", "O was chosen to be mayor by the people of S.", "S is led by O.",
+        "Who runs the town hall of S? O.", "O leads the council of S."],
+        ["O leads the people of S.", "O was chosen to be the mayor of S."],
+        ["Who is the mayor of S?", "Who leads the people of S?"]),
+    "capital": Relation("country", "city", "capital", [
+        "The capital of S is O.", "O is the seat of the government of S.", "S is governed from O.",
+        "S has O as capital.", "In O the parliament of S meets."],
+        ["O is the capital of S.", "The government of S meets in O."],
+        ["Which city is the capital of S?", "In which city is the government of S?"]),
+    "home": Relation("company", "city", "home", [
+        "S is based in O.", "The main office of S stands in O.", "O is the home of S.",
+        "S is run from an office in O.", "In O stands the factory of S."],
+        ["S has the main office in O.", "The home of S is in the city of O."],
+        ["In which city is S based?", "Where is the main office of S?"]),
+    "founder": Relation("company", "person", "founder", [
+        "S was founded by O.", "O started S in a small shop.", "The founder of S was O.",
+        "S began as an idea of O.", "With little money O set up S."],
+        ["S was started by O.", "O is the founder of S."],
+        ["Who founded S?", "Who was the founder of S?"]),
+    "director": Relation("film", "person", "director", [
+        "S was directed by O.", "O is the director of S.", "O made the film S.",
+        "The film S is the work of O.", "With S the director O won a prize."],
+        ["O directed S.", "The director of the film S was O."],
+        ["Who directed S?", "Who was the director of S?"]),
+    "star": Relation("film", "person", "star", [
+        "O plays the lead in S.", "The star of S is O.", "S has O in the main part.",
+        "In S the hero is played by O.", "Who became famous as the hero of S? O."],
+        ["The lead in S is played by O.", "O is the star of the film S."],
+        ["Who plays the lead in S?", "Who is the star of S?"]),
+    "location": Relation("film", "city", "location", [
+        "S was filmed in O.", "The streets of O can be seen in S.", "For S the cameras came to O.",
+        "The location of S was O.", "O was chosen as the location for S."],
+        ["O is the city where S was filmed.", "The film S was made in O."],
+        ["In which city was S filmed?", "Where was the film S made?"]),
+}
+
+# Generic sentences about a description, "S's N". Questions occur too, as in the examples.
+REMARKS = [
+    "S's N is well known.", "Many talk about S's N.", "Who has heard of S's N?",
+    "Much was written about S's N.", "In the paper one reads about S's N.", "Is S's N not famous?",
+    "S's N was in the news.", "What became of S's N?", "A book tells the story of S's N.",
+    "Where is S's N today?", "Which of us remembers S's N?", "Of S's N much is said."]
+
+# The first and the last words of names. An unseen name is a new pair of known words.
+NAMES = {
+    "person": """Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils
+        Olga Pavel Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia
+        Dmitri Elsa Fabian Gilda Henrik Ida Jasper Kira Lucas Mona Nestor Oskar Petra Rufus Sonja
+        Tobias Ursula Viktor Wanda / Verran Holt Lindqvist Marek Norwood Ostrov Pellin Quist
+        Rademaker Sorel Tarkov Ulland Varga Westrup Yarrow Zeller Abbott Brandt Corvin Dahl Eckhart
+        Falk Garnier Hale Ibsen Jarvis Keller Lorenz Moreau Nyberg Orloff Pascal Renner Salinas
+        Thorne Unwin Vance Weaver Adler Bishop Castell Draper Engel Forster Grange Hartley Irving
+        Jansen Kovac Lambert Mercer Novak Olsen Porter Ramsey Sutter""",
+    "city": """Port Saint Fort Mount Lake Glen Castle Harbour Abbey High Green White Black Silver
+        Golden Stone Long Bright Cold Deep Fair Kings Queens Bishops / Ellin Orla Dunmere Ashby
+        Belcourt Carrow Dalton Elmswell Farrow Gaston Hollis Ilford Jarrow Kelso Lorne Melby Norham
+        Oakley Penrith Redmond Selby Tarrant Upton Vernon Wexley Yardley Amber Brook""",
+    "country": """North South East West New Upper Lower Inner Outer Grand Free United / Karovia
+        Maland Tessara Valdoria Lumeria Norvania Brenia Caldora Drevia Estonar Fyria Galdova Halvia
+        Istrana Jorvia Kestoria""",
+    "company": """Norvik Apex Atlas Beacon Crown Delta Eagle Falcon Globe Helix Iris Jupiter Kestrel
+        Lotus Meteor Nova Orion Phoenix Quartz Rocket Summit Titan Vector Zenith / Motors Steel
+        Foods Books Airways Bank Chemicals Dairy Electric Fabrics Glass Hotels Insurance Jewels
+        Kitchens Lumber Media Optics Paper Rail Shipping Textiles""",
+    "film": """Silent Broken Crimson Distant Endless Frozen Gentle Hidden Iron Jagged Lonely
+        Midnight Narrow Painted Quiet Restless Savage Tender Velvet Wild Winter Burning Empty Fallen
+        Hollow Last Lost Pale Scarlet Secret Sleeping Stolen Sudden Twisted Wandering Wooden /
+        Garden Mirror River Letters Shadow Window Dancer Island Orchard Promise Station Tiger Voyage
+        Whisper Anthem Bells Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory
+        Mountain Night Ocean Painter Road Sailor Storm Summer Thief Tower""",
+}
+# Number of names in the training world. With fewer, the model memorises whole names, and takes an
+# unseen name for a known one that shares a word with it.
+COUNTS = {"person": 1400, "city": 385, "country": 105, "company": 385, "film": 600}
+
+# ---------------------------------------------------------------- files
+
+import argparse
+import bz2
+import errno
+import gzip
+import html
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import unicodedata
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, nullcontext
+from io import TextIOWrapper
+from itertools import islice
+from pathlib import Path
+from string import ascii_lowercase, digits
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tqdm import tqdm
+
+TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py check` needs them too
+    "toy": {"passage_length": 64, "max_length": 128, "vocab": 2000},
+    "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
+    "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
+}
+FORMAT = 25             # version of the files in a run folder; others are refused
+
+class UserError(Exception):
+    """Something is wrong with what the user gave; the message is a sentence for a person."""
 
 def is_out_of_memory(error) -> bool:
     """PyTorch's errors of a full memory have no class of their own, but on a GPU."""

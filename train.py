@@ -153,8 +153,10 @@ def epochs_of(run, number, items):
 def masked_batch(run, passages, number, step):
     """A batch for MLM, in which whole mentions and single tokens are masked (app. A)."""
     settings, rng = run.settings, np.random.default_rng([run.seed, number, step])
-    return data.make_batch(run.corpus, passages, rng, settings.mention_rate, settings.token_rate,
-                           settings.max_mentions, all_of_entity=settings.all_of_entity)
+    batch = data.corpus_batch(run.corpus, passages)
+    batch = data.sample_mentions(batch, settings.max_mentions, rng)
+    return data.mask_batch(batch, run.corpus, rng, settings.mention_rate, settings.token_rate,
+                           settings.all_of_entity)
 
 def training_passages(run):
     """Numbers of the passages that have a linked mention and are not held out. Raises UserError."""
@@ -234,9 +236,10 @@ class BatchTOMEStage:
         say_figures(self.evaluate(), f"batch-tome {step}, before the fit ")
         sample = np.random.default_rng(run.seed).permutation(self.passages)
         sample = sample[:run.settings.fit_passages]
-        batches = [data.make_batch(run.corpus, part, rng, mention_rate=0.5, token_rate=0.1,
-                                   max_mentions=None).to(run.device)
-                   for part in np.array_split(sample, -(-len(sample) // 32))]
+        parts = np.array_split(sample, -(-len(sample) // 32))
+        batches = [data.mask_batch(data.corpus_batch(run.corpus, part), run.corpus, rng,
+                                   mention_rate=0.5, token_rate=0.1).to(run.device)
+                   for part in parts]
         fit_retrieval(self.model.eval(), batches)
         ann.copy_from_first(self.model.parameters())
         say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")

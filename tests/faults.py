@@ -585,7 +585,8 @@ def fuzz_corpus(folder, lines, tokenizer):
         assert counts["texts"] == len(kept)
         assert counts["mentions_read"] == sum(len(t.mentions) for t in kept)
         assert counts["mentions_read"] == counts["mentions"] + dropped
-        data.make_batch(corpus, range(len(corpus.article)), np.random.default_rng(0), .2, .1, 4)
+        rng, batch = np.random.default_rng(0), data.corpus_batch(corpus, range(len(corpus.article)))
+        data.mask_batch(data.sample_mentions(batch, 4, rng), corpus, rng)
     return Counter(kept=len(kept), reported=len(errors), empty=empty)
 
 def fuzz_example(folder, line, task, tokenizer, entity_index):

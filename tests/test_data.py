@@ -622,7 +622,7 @@ def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
     for _ in range(40):
         passages = rng.choice(len(corpus.article), 16)
         rows, mentions = naive_rows(corpus, passages)
-        batch = data.make_batch(corpus, passages, rng, .2, .1, None)
+        batch = data.mask_batch(data.corpus_batch(corpus, passages), corpus, rng)
         T, chosen = batch.tokens.shape[1], set(targets(batch)[0].tolist())
         flat = [(r, *m) for r, ms in enumerate(mentions) for m in ms]
         masked = 0
@@ -640,25 +640,12 @@ def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
         assert set(changed) <= chosen
 
 
-def test_mentions_of_withheld_entities_are_never_masked_and_the_others_as_ever(corpus):
-    is_withheld = np.arange(len(corpus.entity_names)) % 2 == 1
-    plain, found = (data.make_batch(corpus, np.arange(12), np.random.default_rng(2), .5, .1, None, withheld)
-                    for withheld in (None, is_withheld))
-    hidden, owner = is_withheld[plain.entity], owners(plain)
-    assert len({hidden[m] for m in owner if m >= 0}) == 2 and torch.equal(found.unmasked, plain.unmasked)
-    kept = [i for i, m in enumerate(owner) if m < 0 or not hidden[m]]
-    for ours, all_of_them in zip(targets(found), targets(plain)):
-        assert ours.tolist() == [all_of_them.tolist()[i] for i in kept]
-    changed = (found.tokens != found.unmasked).flatten().nonzero().flatten().tolist()
-    assert changed and set(changed) <= set(targets(found)[0].tolist())
-
-
 def test_with_a_mention_all_others_of_its_entity_in_the_passage_are_masked_if_asked_for(tmp_path):
     words = " ".join(WORDS[i % 14] for i in range(30))
     mentions = (0, 3, "x"), (4, 15, "y"), (16, 19, "x"), (24, 29, None), (30, 35, None)
     corpus, _ = build(tmp_path, [line(words, *mentions)] * 50, 32)
-    plain, found = (data.make_batch(corpus, np.arange(50), np.random.default_rng(2), .2, .1, None, all_of_entity=which)
-                    for which in (False, True))
+    plain, found = (data.mask_batch(data.corpus_batch(corpus, np.arange(50)), corpus, np.random.default_rng(2),
+                                    all_of_entity=which) for which in (False, True))
     masked, also = ({m for m in owners(batch) if m >= 0} for batch in (plain, found))
     expected = set(masked)
     for m in masked:
@@ -674,7 +661,7 @@ def test_masking_rates_and_replacements(tmp_path):
     corpus, _ = build(tmp_path, [line(words, *mentions)] * 50, 32)
     rng, n = np.random.default_rng(2), Counter()
     for _ in range(30):
-        batch = data.make_batch(corpus, np.arange(50), rng)
+        batch = data.mask_batch(data.corpus_batch(corpus, np.arange(50)), corpus, rng)
         in_mention = torch.tensor(owners(batch)) >= 0
         assert len(set(owners(batch)) - {-1}) == 50                         # 20% of 250, exactly
         got, was = batch.tokens[batch.is_target], batch.unmasked[batch.is_target]
@@ -685,7 +672,7 @@ def test_masking_rates_and_replacements(tmp_path):
     assert abs(n["other"] / (30 * 50 * outside) - .1) < .006
     assert abs(n["masks"] / n["all"] - .8) < .02
     assert abs(n["same"] / n["all"] - (.1 + .1 / len(corpus.words))) < .015
-    one = data.make_batch(corpus, np.arange(1), rng, .01)
+    one = data.mask_batch(data.corpus_batch(corpus, np.arange(1)), corpus, rng, .01)
     assert len(set(owners(one)) - {-1}) == 1                                # at least one where there is any
 
 
@@ -694,19 +681,27 @@ def test_too_many_mentions_are_sampled_over_the_batch_and_keep_their_markers(cor
     every = data.corpus_batch(corpus, passages)
     counts, rng = Counter(), np.random.default_rng(3)
     for _ in range(200):
-        batch = data.make_batch(corpus, passages, rng, 0, 0, 1)
+        batch = data.sample_mentions(every, 1, rng)
         assert len(batch.row) == 60 and torch.equal(batch.tokens, every.tokens)
+        for m, number in enumerate(batch.mention.tolist()):
+            i = every.mention.tolist().index(number)
+            assert all(getattr(batch, name)[m] == getattr(every, name)[i] for name in data.MENTIONS)
         assert (batch.mention.diff() > 0).all()
         counts.update(batch.mention.tolist())
     share = 200 * 60 / len(every.row)
     assert set(counts) == set(every.mention.tolist())
     assert all(abs(c - share) < 5 * share ** .5 for c in counts.values())
-    masked = data.make_batch(corpus, passages, rng, .5, .1, 1)
+    assert torch.equal(data.sample_mentions(every, 99, rng).mention, every.mention)
+    masked = data.mask_batch(data.sample_mentions(every, 1, rng), corpus, rng, .5)
     assert len(set(owners(masked)) - {-1}) == 30
+    inside = {row * every.tokens.shape[1] + column for row, start, end in zip(every.row.tolist(), every.start.tolist(), every.end.tolist())
+              for column in range(start + 1, end)}
+    single = {i for i, m in zip(targets(masked)[0].tolist(), owners(masked)) if m < 0}
+    assert single and not single & inside                   # nor is a single token inside a mention that is left out
 
 
 def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
-    batch = data.make_batch(corpus, np.arange(21), np.random.default_rng(4))
+    batch = data.mask_batch(data.corpus_batch(corpus, np.arange(21)), corpus, np.random.default_rng(4))
     batch.label = torch.arange(21)
     T = batch.tokens.shape[1]
     for size in (1, 2, 4):
