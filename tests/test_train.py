@@ -523,15 +523,14 @@ def test_the_memory_contains_what_the_encoder_says_of_each_linked_mention(refere
         torch.testing.assert_close(table.values[m], value[0], atol=1e-4, rtol=1e-4)
         assert table.entity[m] == corpus.mention_entity[mention] and table.passage[m] == p
 
-def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(before, monkeypatch):
+def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(
+        before, tmp_path, monkeypatch):
     """It sends and receives rows: of float16 in a memory of float16."""
     out = before("memory")
-    shutil.copyfile(out / "run.json", out / "run.json.copy")
-    faults.forge(out / "run.json", ("settings", "memory_dtype"), "float16")
-    works("memory", out)
-    full = memory_file.load_memory(out / "memory")[0]
+    works("memory", tmp_path / "half", "--from", out, "--memory-dtype", "float16")
+    full = memory_file.load_memory(tmp_path / "half/memory")[0]
     monkeypatch.setattr(memory_file.ann, "rank_and_size", lambda: (99, 100))
-    empty = memory_file.load_memory(out / "memory")[0]
+    empty = memory_file.load_memory(tmp_path / "half/memory")[0]
     assert full.keys.dtype == torch.float16 and len(full) > 0 == len(empty)
     for name in memory_file.ARRAYS:
         a, b = getattr(full, name), getattr(empty, name)
@@ -715,6 +714,14 @@ def test_a_setting_out_of_range_is_one_sentence(name, capsys, tmp_path, monkeypa
         err = capsys.readouterr().err
         assert code in (1, 2) and flag in err and "Traceback" not in err, (value, err)
     assert not out.exists()
+
+@slow
+def test_a_setting_at_the_lower_end_of_its_range_trains_or_is_one_sentence(tmp_path):
+    names = [name for name, f in train.FLAGS.items() if not isinstance(f.default, str)]
+    for name in np.random.default_rng(0).permutation(names)[:8]:
+        value, out = train.FLAGS[name].metadata["allowed"][0], tmp_path / name
+        code, _, err = run("batch-tome", out, "--steps", 1, f"--{name.replace('_', '-')}={value}")
+        assert code == 0 or code == 1 and not out.exists() and err.count("\n") == 0, (name, err)
 
 @pytest.mark.parametrize("lines, words", [
     ("", "no text"),
