@@ -210,7 +210,7 @@ def eval_batch(corpus, mentions) -> Batch:
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of the held-out mentions that the model can fill in from the memory only.
+    """Numbers of the held-out mentions that the memory can fill in, and their own passage cannot.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
     the mention's own passage. Mentions of the article's title are left out, because most of its
@@ -245,7 +245,7 @@ def related_clusters(corpus, size, seed, passages) -> list:
             return clusters + found
         clusters += [cluster for cluster in found if len(cluster) == size]
         unfilled = [cluster for cluster in found if len(cluster) < size]
-        passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # possibly of none
+        passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # there may be none
 
 def articles_with(keys) -> dict:
     """{key: array of articles}, from the set of keys of each article."""
@@ -372,15 +372,14 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 #     whom such a description means. It is the first hop of the question "Where was Silent Garden's
 #     director born?", in which the description is not linked.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
-#     facts with this relation, so an object is as frequent in false claims as in true ones, and a
-#     claim by itself does not show whether it is true.
+#     facts with this relation. So an object is about as frequent in false claims as in true ones,
+#     and a claim by itself does not show whether it is true.
 
 class Relation(NamedTuple):
-    """A relation. In its sentences, S is the subject, O the object, and "S's N" a description of O.
-    """
+    """A relation. In its sentences, S is the subject, O the object and N the noun."""
     subject: str            # the kind of its subjects: "film"
     object: str             # the kind of its objects: "person"
-    noun: str               # N: "director"
+    noun: str               # "S's N" describes O: "director"
     phrases: list           # for the five passages: "S was directed by O.", …
     claims: list            # two sentences that are in no passage: "O directed S.", …
     questions: list         # two: "Who directed S?", …
@@ -451,14 +450,14 @@ def toy_line(key, sentences, **others) -> dict:
     return {key: text, "mentions": mentions, **others}
 
 def stated_facts(rng, relations) -> list:
-    """The relations of its subject that a passage tells, in order: all of them, in random order."""
+    """Which relations of its subject a passage states, in order: all of them, in random order."""
     return rng.permutation(list(relations)).tolist()
 
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world: five passages per subject.
 
-    described: the facts that two of the five passages describe; a held-out passage always states
-    them. split: "train" (5% of the passages are held out all the same) or "held_out"."""
+    described: the facts that two passages describe instead of stating them. A held-out passage
+    states every fact. split: "train", although 5% of the passages are held out, or "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -489,8 +488,8 @@ def two_hops(facts, plain) -> list:
              "bridge": bridge} for (subject, first), bridge in facts.items()
             for second in RELATIONS if plain.get((bridge, second), subject) != subject]
 
-def about(fact, phrase, claimed=None) -> tuple:
-    """A sentence about the subject of what is asked, or about "subject's noun" in two hops."""
+def example_sentence(fact, phrase, claimed=None) -> tuple:
+    """A sentence for toy_line about the fact's subject or, in two hops, about "subject's noun"."""
     subject, noun = fact["subject"], RELATIONS[fact["relations"][0]].noun
     if "bridge" in fact:
         phrase = re.sub(r"\bS\b", "S's N", phrase)
@@ -508,14 +507,15 @@ def toy_examples(rng, asked, limit) -> dict:
         fact, obj = asked[i], asked[i]["object"]
         relation = RELATIONS[fact["relations"][-1]]
         for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
-            qa.append(toy_line("question", [about(fact, phrase)], answers=[obj], **fact))
+            said = example_sentence(fact, phrase)
+            qa.append(toy_line("question", [said], answers=[obj], **fact))
         wrong = [other for other in objects[fact["relations"][-1]] if other not in fact.values()]
         if not wrong:
             continue
         for phrase in relation.claims if limit is None else [rng.choice(relation.claims)]:
             other = wrong[rng.integers(len(wrong))]
             for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
-                said = about(fact, phrase, claimed)
+                said = example_sentence(fact, phrase, claimed)
                 claims.append(toy_line("text", [said], label=label, **fact))
     return {"qa": qa, "claims": claims[:limit]}
 
@@ -614,6 +614,7 @@ NAMES = {
         Whisper Anthem Bells Circus Diary Echo Feast Ghost Harvest Journey Kingdom Lantern Memory
         Mountain Night Ocean Painter Road Sailor Storm Summer Thief Tower""",
 }
+
 # Number of names in the training world. With fewer, the model memorises whole names, and takes an
 # unseen name for a known one that shares a word with it.
 COUNTS = {"person": 1400, "city": 385, "country": 105, "company": 385, "film": 600}
@@ -858,7 +859,7 @@ def write_file(path, write):
 
 def sync(path):
     """Makes the contents of a file survive a power cut."""
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:             # Windows syncs only what can be written
         os.fsync(file.fileno())
 
 def sync_folder(path):
@@ -958,11 +959,12 @@ def complain(program, error) -> int:
 
 # ---------------------------------------------------------------- tokenizer
 
-def _wordpiece(vocab) -> Tokenizer:
-    """WordPiece as BERT's, lower case. [CLS] and the others are never read out of a text."""
+def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
+    """WordPiece as BERT's. [CLS] and the others are never read out of a text."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase,
+                                                      strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
     return tokenizer
@@ -1010,13 +1012,31 @@ def unknown_words(tokenizer, texts) -> list:
     return list(found)
 
 def load_tokenizer(path) -> Tokenizer:
-    """That of a vocab.txt; in BERT's, the markers take two [unusedN] entries. Raises UserError."""
+    """The tokenizer of a vocab.txt. The words decide how it reads text: as it is if they have
+    capitals, otherwise in lower case, and with accents if they have any. In BERT's vocabulary the
+    markers take two [unusedN] entries. Raises UserError."""
     vocab = [line.rstrip("\r\n") for line in open_text(path)]
+    number = {word: i for i, word in enumerate(vocab)}
+    # An empty or repeated line keeps its number under a name that no text has. As in BERT's code,
+    # the last of equal lines is used.
+    vocab = [word if word and number[word] == i else f"[line {i + 1}]"
+             for i, word in enumerate(vocab)]
+    words = "\n".join(word for word in vocab if not word.startswith("["))
+
+    def changes_words(**rule):
+        """True if the rule changes more than a thousandth of the words. A few capitals are
+        accidents: the vocabulary of BERT's Chinese model has ten."""
+        rule = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **rule)
+        pairs = zip(words.split("\n"), rule.normalize_str(words).split("\n"))
+        return sum(word != changed for word, changed in pairs) > len(vocab) / 1000
+
+    is_cased = changes_words(lowercase=True, strip_accents=False)
+    keeps_accents = not is_cased and changes_words(lowercase=False, strip_accents=True)
     unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
     markers = [marker for marker in (E_START, E_END) if marker not in vocab]
     for i, marker in zip(unused, markers):
         vocab[i] = marker
-    tokenizer = _wordpiece(vocab)
+    tokenizer = _wordpiece(vocab, not is_cased, False if keeps_accents else None)
     special_ids(tokenizer, path)
     return tokenizer
 

@@ -1,81 +1,220 @@
-"""What a trained TOME knows, and where it knows it from (paper §4, app. B, D).
+"""What a trained TOME knows, and where it knows it from (paper §4, app. B–D).
 
-    python eval.py --out runs/toy                 report: figures, and what mentions retrieve
-    python eval.py --out runs/toy --task qa       figures of the model fine-tuned on questions
-    python eval.py --ask "Who taught Oskar Jarvis?"        an answer and its sources
-    python eval.py --show 5                       what held-out mentions retrieve
+    python eval.py                                  report on runs/toy
+    python eval.py --task qa                        … on the model fine-tuned on questions
+    python eval.py --ask "Who taught Oskar Jarvis?"     an answer and its sources
+    python eval.py --show 5                         what five masked mentions retrieve
+    python eval.py --plot report.png                pictures
 
-An accuracy alone says little about a memory. So the report has "memory", the accuracy with it, and
-beside it controls:
+An accuracy alone says little about a memory. So the report compares "memory", the accuracy with the
+whole memory, with these controls:
 
-    emptied          without any row of the memory
-    shuffled         each value is another mention's; what is retrieved stays the same
-    fact_removed     without the article of the subject, which states the fact
-    bridge_removed   without the article of the entity between two facts: in "the mayor of X's
-                     birthplace" that of the birthplace
+    emptied          the memory has no rows
+    shuffled         values are permuted: the same memories are retrieved, with wrong values
     without_memory   the memory layers are off; the answer to a question is still retrieved
-    majority         the most frequent label or answer, always given
+    fact_removed     the article of the subject, which states the fact, is hidden
+    bridge_removed   the article of the entity between two facts is hidden: in "the mayor of X's
+                     birthplace" that of the birthplace
+    majority         the most frequent label or answer is always given
 
-An entity is "seen" if a training passage links it; an "unseen" one is linked in the memory alone.
-A "withheld" one (--set withheld=0.25) is linked in training passages, but no loss of pre-training
-named it, and TOME trained without its memories. "gain" is "memory" minus "emptied", the mean over
-mentions. Intervals are of 95%.
-This program only reads: it neither trains nor builds.
-"""
+An entity is "seen" if a training passage links it, otherwise "unseen". This program only reads the
+run folder. In order: functions for use from Python, figures; then BM25, pictures, the report and
+the command line."""
 import argparse
 import json
+import os
 import re
+import shlex
 import sys
-from functools import partial
+import textwrap
+import warnings
+from functools import lru_cache, partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 import data
 import train
-from memory import attention_weights
-from tome import claim_logits, predict_entity, retrieve_answer
+from memory import MentionMemory, attention_weights
+from tome import TOME, claim_logits, predict_entity
 
-# ---- Figures: a cell holds those of n items ------------------------------------------------------
+# ---- From Python: ask, and see what mentions retrieve (tables 3, 4, 12) --------------------------
+
+class Opened(NamedTuple):
+    """An open run folder."""
+    run: train.Run
+    tome: TOME
+    memory: MentionMemory       # a baseline's EntityTable
+    task: str | None            # "qa", "claims", or None: pre-trained only
+
+class Source(NamedTuple):
+    """A memory that was retrieved."""
+    weight: float               # attention weight; those of all retrieved memories add up to 1
+    entity: str
+    passage: str                # "Title: text before [mention] text after"
+
+class EncodedMention(NamedTuple):
+    """A mention of a text after TOME's forward pass."""
+    words: str
+    encoding: torch.Tensor      # (d_K,) z of eq. 10
+    layers: list                # for each memory layer the Sources with the largest weights
+
+class Answer(NamedTuple):
+    """What the model says to a question or a claim."""
+    text: str                   # the name of an entity, or one of data.CLAIM_LABELS
+    probability: float          # of this entity in eq. 10, or of the label
+    sources: list               # memories of this entity; for a claim those of the last layer
+    mentions: list              # EncodedMentions; the last one of a question is its answer, [MASK]
+
+def open_run(out, task=None, blocks=1, device=None, n_search=None, fraction=1.0):
+    """Opens a run folder, and returns what the functions below take first.
+
+    task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
+    TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU where there is one. n_search:
+    search this many buckets of the memory, None: all of it. fraction: the share of the memory's
+    passages to keep. Raises data.UserError."""
+    folder = Path(out)
+    if not os.path.exists(folder / "run.json"):
+        advice = f"run python train.py --stage tome --out {shlex.quote(str(out))}"
+        if any(os.path.exists(path) and not path.is_dir() for path in (folder, *folder.parents)):
+            advice = "give the folder of a run, such as runs/toy"
+        raise data.UserError(f"--out {out}: {folder / 'run.json'} is missing; {advice}")
+    run, tome, memory = train.open_run(out, task, device, n_search, blocks)
+    if run.is_baseline and (n_search or fraction < 1):
+        raise data.UserError(f"{out} is a baseline: it has no mention memory")
+    return Opened(run, tome, memory if fraction == 1 else memory.sample(fraction), task)
+
+def ask(opened, text):
+    """The Answer to a question (task "qa"), or to the claim that the text states ("claims").
+
+    Mentions are the names of entities in the text, and what is in [brackets]: in "Where was Ida
+    Hale's [teacher] born?" the second hop starts there. Raises data.UserError without any."""
+    run, tome, _, task = opened
+    if task is None:
+        raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
+    batch, words = text_batch(opened, text)
+    H, mentions = forward(opened, batch, words)
+    if task == "claims":
+        probability, label = claim_logits(tome, H, batch)[0].softmax(-1).max(-1)
+        sources = [source for mention in mentions for source in mention.layers[-1]]
+        sources = sorted(sources, key=lambda source: -source.weight)[:3]
+        return Answer(data.CLAIM_LABELS[label], probability.item(), sources, mentions)
+    found = retrieve(opened, mentions[-1].encoding)
+    entity = predict_entity(found.scores, found.entity)
+    probability = attention_weights(found.scores)[found.entity == entity].sum().item()
+    name = run.corpus.entity_names[entity] or "nothing"
+    return Answer(name, probability, sources_of(opened, found, 0, entity=entity), mentions)
+
+def encode(opened, text):
+    """The EncodedMentions of a text, in its order. Mentions: as in `ask`."""
+    return forward(opened, *text_batch(opened, text))[1]
+
+def search(opened, encoding, n=3):
+    """The n Sources with the largest weights of eq. 10 for an encoding (d_K,)."""
+    return sources_of(opened, retrieve(opened, encoding), 0, n)
+
+def example_of(run, text):
+    """A typed text as an Example, with its mentions (see `ask`)."""
+    parts = re.split(r"\[([^][]*)\]", text)         # every second one was in brackets
+    plain, place = "".join(parts), np.cumsum([0, *map(len, parts)]).tolist()
+    mentions = [data.Mention(a, b, None) for a, b in zip(place[1::2], place[2::2]) if a < b]
+    bracketed = {i for mention in mentions for i in range(mention.start, mention.end)}
+    for mention in data.find_mentions(plain, names_in(run.corpus)):
+        if bracketed.isdisjoint(range(mention.start, mention.end)):
+            mentions.append(mention)
+    if not mentions:
+        raise data.UserError(f"no mention in {text!r}: name an entity, or put it in [brackets]")
+    return data.Example(plain, sorted(mentions, key=lambda m: m.start), None, [], {})
+
+@lru_cache(maxsize=1)
+def names_in(corpus):
+    """data.name_index of the corpus's entities."""
+    return data.name_index(corpus.entity_names)
+
+def text_batch(opened, text):
+    """(Batch of one typed text, {number of a mention: its words}); number -1: a question's answer.
+    """
+    example = example_of(opened.run, text)
+    batch = train.examples_batch(opened.run, opened.task, [example]).to(opened.run.device)
+    words = {i: example.text[m.start:m.end] for i, m in enumerate(example.mentions)}
+    if n_left := len(words) - int((batch.mention >= 0).sum()):
+        train.say(f"{n_left} of the text's {len(words)} mentions are ignored: they overlap others, "
+                  "or the text is too long.", sys.stderr)
+    return batch, words | {-1: data.MASK}
+
+@torch.no_grad()
+def forward(opened, batch, words):
+    """(H, EncodedMentions): TOME over a Batch of one text. words: {number of a mention: what to
+    call it}; other mentions are left out."""
+    tome = opened.tome.eval()
+    H, retrieved = tome(batch.tokens, batch.attention_mask, batch, opened.memory)
+    z = tome.answer(H, batch.row, batch.start, batch.end)                           # (M, d_K)
+    return H, [EncodedMention(words[i], z[m], [sources_of(opened, found, m) for found in retrieved])
+               for m, i in enumerate(batch.mention.tolist()) if i in words]
+
+@torch.no_grad()
+def retrieve(opened, encoding):
+    """Retrieved (1, K): the memories of eq. 10 for an encoding (d_K,)."""
+    config, passage = opened.tome.config, torch.tensor([-1], device=encoding.device)
+    return opened.memory.retrieve(encoding[None], passage, config.k_answer, config.k_answer_shard)
+
+def sources_of(opened, found, m, n=3, entity=None):
+    """The n best Sources of mention m of Retrieved, or of those the n best of one entity."""
+    if opened.run.is_baseline:
+        return []
+    corpus, weights = opened.run.corpus, attention_weights(found.scores[m])
+    if entity is not None:
+        weights = weights * (found.entity[m] == entity)
+    weights, best = weights.topk(min(n, len(weights)))
+    mentions = opened.memory.mention[found.ids[m, best[weights > 0]]].tolist()
+    return [Source(weight, corpus.entity_names[corpus.mention_entity[mention]],
+                   corpus.show_mention(mention, width=50))
+            for weight, mention in zip(weights.tolist(), mentions)]
+
+# ---- Figures -------------------------------------------------------------------------------------
 
 def masked_mention_figures(run, tome, memory, n=1000):
-    """Returns (figures, pairs). figures: the keys "masked_mention" and "same_entity_mass" of
-    --json: train.masked_mentions' figures of at most n held-out mentions of each of train.GROUPS,
-    None if it has none. Except of a baseline there are also the accuracy with the memory emptied
-    and with its values shuffled, the gain (mean and 95% interval of paired differences), and how
-    often BM25's vote names the entity. pairs: the mentions, and the share of each one's tokens that
-    are right with the memory and with it emptied; of a baseline ()."""
+    """The keys "masked_mention" and "same_entity_mass" of --json, for at most n held-out mentions
+    of each of train.GROUPS: train.masked_mentions' figures, null for a group without mentions.
+    Except for a baseline also the accuracy with the memory emptied and with its values shuffled,
+    the gain, which is "memory" minus "emptied", the mean over mentions, with its 95% interval or
+    nulls, and how often BM25's vote picks the correct entity."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
-    measured, shares = train.masked_mentions(run, tome, memory, mentions)
-    pairs, figures = (), {"masked_mention": {}, "same_entity_mass": {}}
+    measure = partial(train.masked_mentions, run, tome, mentions=mentions)
+    measured, items = measure(memory, progress="masked mentions")
+    group = np.array([item.group for item in items])
     if not run.is_baseline:
-        emptied, alone = train.masked_mentions(run, tome, memory.sample(0), mentions)
-        shuffled, _ = train.masked_mentions(run, tome, memory.shuffled(), mentions)
-        pairs = mentions, shares, alone
-        group_of = run.entity_group[corpus.mention_entity[mentions]]
-        queries = [(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
-                    [corpus.passage_of(m)]) for m in mentions]
-        ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
-    for i, (kind, cell) in enumerate(measured.items()):
-        n_mentions = cell.pop("n")
-        if pairs:
-            cell |= {"emptied": emptied[kind]["accuracy"], "shuffled": shuffled[kind]["accuracy"]}
-            gains = (shares - alone)[group_of == i]
-            if n_mentions > 1:
-                half = 1.96 * gains.std(ddof=1) / n_mentions ** 0.5
-                cell["gain"] = [gains.mean() + x for x in (0, -half, half)]
-            for name, last in (("bm25_entity", 1), ("bm25_entity@20", 20)):
-                cell[name] = (ranks[group_of == i] <= last).sum() / max(n_mentions, 1)
-        if n_mentions == 0:
-            cell = dict.fromkeys(cell)
+        emptied, alone = measure(memory.sample(0), progress="memory emptied")
+        shuffled, _ = measure(memory.shuffled(), progress="values shuffled")
+        gains = np.array([item.share - other.share for item, other in zip(items, alone)])
+        articles = corpus.article[corpus.passage_of(mentions)]
+        ranks = bm25_ranks(corpus, memory.passage.tolist(), [
+            Query(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
+                  [corpus.passage_of(m)]) for m in mentions])
+    figures = {"masked_mention": {}, "same_entity_mass": {}}
+    for kind, cell in measured.items():
+        chosen, size = group == kind, {"n": cell.pop("n")}
         mass = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
-        figures["same_entity_mass"][kind] = mass | {"n": n_mentions}
-        figures["masked_mention"][kind] = {"memory": cell.pop("accuracy"), **cell, "n": n_mentions}
-    return figures, pairs
+        cell = {"memory": cell.pop("accuracy"), **cell}
+        if not run.is_baseline:
+            low, high = interval(gains[chosen], articles[chosen]) or (None, None)
+            cell |= {"emptied": emptied[kind]["accuracy"], "shuffled": shuffled[kind]["accuracy"],
+                     "gain": [train.mean(gains[chosen]), low, high],
+                     "bm25_entity": train.mean(ranks[chosen] <= 1),
+                     "bm25_entity@20": train.mean(ranks[chosen] <= 20)}
+        if size["n"] == 0:
+            cell, mass = dict.fromkeys(cell), dict.fromkeys(mass)
+        figures["masked_mention"][kind] = cell | size
+        figures["same_entity_mass"][kind] = mass | size
+    return figures
 
 def task_figures(run, tome, memory, task, path=None):
-    """The key "claims" or "qa" of --json: the cell of a file, or cells of the toy world's tests, of
-    one and two hops and subjects seen and unseen; recall@20 also over all of their questions."""
+    """The key "claims" or "qa" of --json: the cell of a file, or {hops: {group: cell}} for the toy
+    world's tests, and there recall@20 over all questions."""
     if path:
         return figures_of(run, tome, memory, task, train.task_examples(run, task, path))
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
@@ -85,214 +224,358 @@ def task_figures(run, tome, memory, task, path=None):
             kinds[kind] = task_figures(run, tome, memory, task, path)
         cells += kinds.values()
     for name in sorted({"recall@20", "bm25_recall@20"} & cells[0].keys()):
-        n = [cell["n"] for cell in cells]
-        figures[name] = np.average([cell[name] for cell in cells], weights=n)
+        figures[name] = np.average([c[name] for c in cells], weights=[c["n"] for c in cells])
     return figures
 
 def figures_of(run, tome, memory, task, examples):
-    """The cell of these examples, with what controls they allow and each figure's interval.
-    "answer_is_entity": the share of questions with an answer among the corpus's entities: only
+    """The cell of these examples: each figure's mean, in "interval" its 95% interval, and "n".
+    Figures: accuracies with the memory and the controls that the examples allow, recall@20, and
+    "answer_is_entity", the share of questions with an answer among the corpus's entities. Only
     these can be answered."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
-    measure = partial(train.task_accuracy, run, tome, task, examples)
-    cell = measure(memory)
-    n = cell.pop("n")
-    cell = {"memory": cell.pop("accuracy"), **cell}
-    cell["without_memory"] = measure(memory, attend=False)["accuracy"]
+    measure = partial(train.judged_examples, run, tome, task, examples)
+    items = measure(memory, progress="memory")
+    values = {"memory": [item.is_correct for item in items]}        # of each example
+    if task == "qa":
+        values["recall@20"] = [item.is_recalled for item in items]
+        values["answer_is_entity"] = [len(answers) > 0 for answers in known]
+    controls = {"without_memory": (memory, {"attend": False})}
     if not run.is_baseline:
-        cell["emptied"] = measure(memory.sample(0))["accuracy"]
+        controls["emptied"] = memory.sample(0), {}
         # Only where every example names an article: nothing would be removed for the others.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
             titles = [e.info.get(field) for e in examples]
             if all(isinstance(title, str) and title in corpus.article_index for title in titles):
-                cell[name] = measure(memory, without=field)["accuracy"]
-        if task == "qa":
-            # A passage holds more than one of TOME's memories: this favours BM25 (app. B.4).
-            texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
-            queries = [(text, answers, []) for text, answers in zip(texts, known)]
-            ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
-            cell["bm25_recall@20"] = np.mean(ranks < np.inf)    # only the 20 best passages vote
-    # The share that is right if the most frequent label or answer is always given.
-    truths = [e.label for e in examples]
-    if task == "qa":
-        truths = [answer for e in examples for answer in set(e.answers)]
-        cell["answer_is_entity"] = np.mean([len(answers) > 0 for answers in known])
-    cell["majority"] = np.unique(truths, return_counts=True)[1].max() / n
-    return cell | {"n": n, "interval": {name: wilson(share, n) for name, share in cell.items()}}
+                controls[name] = memory, {"without": field}
+    for name, (rows, options) in controls.items():
+        values[name] = [item.is_correct for item in measure(rows, progress=name, **options)]
+    if task == "qa" and not run.is_baseline:
+        # A passage holds several of TOME's memories: this favours BM25 (app. B.4).
+        texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
+        queries = [Query(text, answers, []) for text, answers in zip(texts, known)]
+        ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
+        values["bm25_recall@20"] = ranks < np.inf       # only the 20 best passages vote
+    truths = [set(e.answers) if task == "qa" else {e.label} for e in examples]
+    names, counts = np.unique([truth for each in truths for truth in each], return_counts=True)
+    values["majority"] = [names[counts.argmax()] in truth for truth in truths]
+    # The toy world's examples about one fact, such as a true and a false claim, form a group.
+    groups = [f"{e.info.get('subject')} {e.info['relations']}" if "relations" in e.info else str(i)
+              for i, e in enumerate(examples)]
+    return {name: train.mean(each) for name, each in values.items()} | {
+        "n": len(examples), "interval": {name: interval(x, groups) for name, x in values.items()}}
 
-def wilson(share, n, z=1.96):
-    """Wilson's 95% interval of a share of n, sound also for few items and shares near 0 and 1."""
-    scale = 1 + z * z / n
-    centre = share + z * z / (2 * n)
-    half = z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
-    return [max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)]
+def interval(values, groups, n_draws=1000):
+    """[low, high], the 95% interval of a mean by bootstrap over groups: n_draws times as many
+    groups as there are, drawn with replacement. values (n,); groups (n,): values of one group are
+    not independent. None below 30 groups, where this interval is too narrow, and where all values
+    are equal."""
+    _, group = np.unique(groups, return_inverse=True)
+    size, total = np.bincount(group), np.bincount(group, values)
+    if len(size) < 30 or np.ptp(values) == 0:
+        return None
+    rng = np.random.default_rng(0)
+    draws = (rng.integers(len(size), size=len(size)) for _ in range(n_draws))
+    means = [total[drawn].sum() / size[drawn].sum() for drawn in draws]
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
-def bm25_ranks(corpus, passages, queries, k=20, k1=0.9, b=0.4):
-    """Robertson's BM25 over these passages of the corpus. Each of a query's k best passages adds
-    its score to the votes of every entity that it links. Returns for each query the rank of the
-    right entities in these votes, infinite where they have none. A query: its tokens, the right
-    entities, and its own passages; these do not vote, and their other entities are no rivals, as in
-    train.masked_mentions. Of equal votes the right one's comes last.
+# ==== Set apart: BM25 =============================================================================
+
+class Query(NamedTuple):
+    """What BM25 is asked. A text's own passages do not vote, and their other entities are no
+    rivals, as in train.masked_mentions."""
+    tokens: list
+    correct: list           # entity numbers
+    own: list               # passage numbers
+
+def bm25(corpus, passages, k1=0.9, b=0.4):
+    """Robertson's BM25 over these passages of the corpus: a function from tokens to the score of
+    each passage (P,).
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
-    Token t of a query stands in df of n passages and tf times in p; norm grows with p's length."""
-    P, n, ranks = len(corpus.article), len(set(passages)), []
+    Token t of the query is in df of n passages and tf times in p; norm grows with p's length."""
+    P, n = len(corpus.article), len(set(passages))
     passage = np.repeat(np.arange(P), np.diff(corpus.passage_start))            # of each token
     kept = np.isin(passage, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
     postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + passage[kept],
                              return_counts=True)
     token, passage = np.divmod(postings, P)                                     # token after token
     first = np.searchsorted(token, np.arange(corpus.vocab_size + 1))
-    norm = k1 * (1 - b + b * np.bincount(passage, tf, P) * n / max(tf.sum(), 1))  # (P,)
+    norm = k1 * (1 - b + b * np.bincount(passage, tf, P) * n / max(tf.sum(), 1))    # (P,)
     df = np.bincount(token)[token]
     terms = np.log1p((n - df + 0.5) / (df + 0.5)) * tf * (k1 + 1) / (tf + norm[passage])
-    for tokens, right, own in queries:
-        scores = np.zeros(P)
-        for t, count in zip(*np.unique(tokens, return_counts=True)):
-            of_token = slice(first[t], first[t + 1])
-            scores[passage[of_token]] += terms[of_token] * count
+
+    def scores(tokens):
+        chosen = np.concatenate([np.arange(first[t], first[t + 1]) for t in tokens] or [[]])
+        return np.bincount(passage[chosen.astype(int)], terms[chosen.astype(int)], P)
+    return scores
+
+def bm25_ranks(corpus, passages, queries, k=20):
+    """For each Query the rank of its correct entities in BM25's vote, infinite without a vote. Each
+    of the k best passages adds its score to the votes of every entity that it links. Of equal votes
+    that of the correct entity comes last."""
+    score, ranks = bm25(corpus, passages), []
+    for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
+        scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
         scores[own] = 0
-        votes = np.zeros(len(corpus.entity_names))
-        # Rounded: what is equal stays so, whatever order a machine adds in.
+        # Rounded, so that ties are ties in whatever order a machine adds.
         for p in np.argsort(-scores.round(9), kind="stable")[:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
-        rivals = np.delete(votes, [0, *right, *visible])
-        most = votes[right].max(initial=0)
+        rivals = np.delete(votes, [0, *correct, *visible])
+        most = votes[correct].max(initial=0)
         ranks.append(1 + np.count_nonzero(rivals > most - 1e-9) if most > 0 else np.inf)
     return np.array(ranks)
 
-# ---- What mentions retrieve (tables 3, 4, 12) ----------------------------------------------------
+# ==== Set apart: pictures =========================================================================
 
-def example_of(run, text):
-    """A text that somebody typed, as an example. Its mentions are what stands in [brackets], and
-    the names of entities: in "Where was Ida Hale's [teacher] born?" the second hop starts there."""
-    parts = re.split(r"\[([^][]*)\]", text)         # every second one stood in brackets
-    plain, place = "".join(parts), np.cumsum([0, *map(len, parts)]).tolist()
-    mentions = [data.Mention(a, b, None) for a, b in zip(place[1::2], place[2::2]) if a < b]
-    bracketed = {i for mention in mentions for i in range(mention.start, mention.end)}
-    for mention in data.find_mentions(plain, data.name_index(run.corpus.entity_names)):
-        if bracketed.isdisjoint(range(mention.start, mention.end)):
-            mentions.append(mention)
-    if not mentions:
-        raise data.UserError(f"no mention in {text!r}: name an entity, or put it in [brackets]")
-    return data.Example(plain, sorted(mentions, key=lambda m: m.start), None, [], {})
+def new_figure(path):
+    """An empty matplotlib Figure for a file of this name. Raises data.UserError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise data.UserError("--plot needs matplotlib; run pip install matplotlib") from None
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    if Path(path).suffix[1:] not in figure.canvas.get_supported_filetypes():
+        raise data.UserError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+    return figure
 
-@torch.no_grad()
-def show(run, tome, memory, task, item):
-    """Prints what the mentions of an Example retrieve in each layer, and what the model says; or
-    the same for a held-out mention (its number), the only one that is masked in its passage."""
-    corpus = run.corpus
-    if isinstance(item, data.Example):
-        text, batch = item.text, train.examples_batch(run, task, [item])
-        words = {i: text[m.start:m.end] for i, m in enumerate(item.mentions)} | {-1: data.MASK}
-        if n_left := len(item.mentions) - int((batch.mention >= 0).sum()):
-            train.say(f"\nOf the text's mentions {n_left} are not read.")
-    else:
-        text, batch, task = corpus.show_mention(item), data.eval_batch(corpus, [item]), None
-        words = {item: data.MASK}                       # of the mentions to be shown
-    batch = batch.to(run.device)
-    H, retrieved = tome.eval()(batch.tokens, batch.attention_mask, batch, memory)
-    found = []                      # what it is called, Retrieved, which of its rows
-    for m, i in enumerate(batch.mention.tolist()):
-        if i in words:
-            found += [(f"{words[i]}, layer {n}", layer, m) for n, layer in enumerate(retrieved, 1)]
-    if task == "claims":
-        said = data.CLAIM_LABELS[claim_logits(tome, H, batch)[0].argmax()]
-    elif task == "qa":
-        answer = retrieve_answer(tome, H, batch, memory, batch.answer >= 0)
-        said = corpus.entity_names[predict_entity(answer.scores, answer.entity)[0]]
-        found.append(("answer", answer, 0))
-    else:
-        said = run.tokenizer.decode(tome.mlm_logits(H, batch.is_target).argmax(-1).tolist())
-    train.say(f"\n{text}")
-    for name, what, m in found:
-        train.say(f"  {name}")
-        weights = attention_weights(what.scores[m]).tolist()
-        for weight, row in zip(weights[:3], what.ids[m].tolist()):
-            if weight > 0:
-                train.say(f"    {weight:.2f}  {corpus.show_mention(memory.mention[row].item())}")
-    if task or batch.is_target.any():
-        train.say(f"  says: {said or 'nothing'}")
-
-def show_where_it_helps(run, mentions, shares, alone):
-    """The first ten held-out mentions that the model only fills in with its memory, and the first
-    ten that it only fills in without. Arguments: see masked_mention_figures."""
-    helped, harmed = mentions[(shares == 1) & (alone < 1)], mentions[(shares < 1) & (alone == 1)]
-    for title, found in (("with the memory", helped), ("without it", harmed)):
-        train.say(f"\nRight only {title}: {len(found)} of {len(mentions)}")
-        train.say("\n".join(f"  {run.corpus.show_mention(m)}" for m in found[:10]))
-
-# ==== Set apart: report and command line ==========================================================
-
-def say_by_size(run, tome, memory, shares=(0.1, 0.5)):
-    """The share of masked tokens that are right with a part of the memory (figure 2)."""
-    mentions = train.sample_eval_mentions(run, 300)
+def by_size(run, tome, memory, shares, n=300):
+    """{group: accuracies with these shares of the memory}, for n masked mentions of each group."""
+    mentions, rows = train.sample_eval_mentions(run, n), {}
     for share in shares:
-        measured, _ = train.masked_mentions(run, tome, memory.sample(share), mentions)
-        right = [f"{kind} {values['accuracy']:.3f}" for kind, values in measured.items()
-                 if values["n"]]
-        train.say(f"  with {share:.0%} of the memory: {', '.join(right)}")
+        measured, _ = train.masked_mentions(run, tome, memory.sample(share), mentions,
+                                            progress=f"{share:.0%} of the memory")
+        for group, cell in measured.items():
+            if cell["n"]:
+                rows.setdefault(group, []).append(cell["accuracy"])
+    return rows
+
+def draw_run(figure, opened, blocks):
+    """Left: training. Right: accuracy against the share of the memory (figure 2)."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    draw_training(left, opened.run, blocks)
+    shares = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+    for group, accuracies in by_size(*opened[:3], shares).items():
+        right.plot([100 * share for share in shares], accuracies, ".-", label=group)
+    right.set(xlabel="share of the memory (%)", ylabel="masked tokens predicted correctly")
+    right.legend(frameon=False)
+
+def draw_training(axis, run, blocks):
+    """Masked tokens predicted correctly, and the attention of masked mentions on memories of their
+    entity, over the steps in log.jsonl."""
+    lines = (run.out / "log.jsonl").read_text("utf-8").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]    # none that was cut off
+    steps, points, end = [], [], 0
+    for stages in (["batch-tome"], ["tome", f"tome-{blocks}"]):
+        # Of equal steps, after a crash, the last one.
+        found = {r["step"]: r for r in records if r["stage"] in stages and "seen" in r}
+        if end and found:
+            axis.axvline(end, color="grey", lw=0.8, label="stage tome begins")
+        steps += [end + step for step in found]
+        points += found.values()
+        end = max(steps, default=0)
+        if stages == ["batch-tome"] and run.settings.memory_from:
+            axis.axvline(int(end * run.settings.memory_from), color="grey", ls="--", lw=0.8,
+                         label="fit_retrieval")
+    for color, title, key in (("C0", "tokens", "accuracy"), ("C1", "attention", "mass_masked")):
+        for group, style in zip(train.GROUPS, ("-", ":")):
+            values = [point[group][key] for point in points]
+            axis.plot(steps, values, style, color=color, label=f"{title}, {group}")
+    axis.set(xlabel="steps", ylim=(-0.03, 1.03))
+    axis.legend(frameon=False, fontsize="small")
+
+def draw_mentions(figure, mentions):
+    """A panel for each memory layer: mentions, with lines to the memories that they attend to."""
+    layers = [*zip(*(mention.layers for mention in mentions))]
+    figure.set_size_inches(10, sum(0.5 + 0.2 * sum(map(len, layer)) for layer in layers))
+    for n, layer in enumerate(layers):
+        axis, y = figure.add_subplot(len(layers), 1, n + 1), 0
+        axis.set(title=f"memory layer {n + 1}", xlim=(-1, 5))
+        axis.axis("off")
+        write = partial(axis.text, va="center", fontsize=8, parse_math=False)
+        for mention, sources in zip(mentions, layer):
+            middle = y - (len(sources) - 1) / 2
+            write(-0.05, middle, data.printable(mention.words), ha="right")
+            for source in sources:
+                axis.plot([0, 1], [middle, y], color="C0", lw=5 * source.weight, alpha=0.6)
+                write(1.05, y, f"{source.weight:.2f}  {data.printable(source.passage)}")
+                y -= 1
+
+# ==== Set apart: the report and the command line ==================================================
+
+LEGENDS = {
+    None: "memory, emptied, shuffled: masked tokens predicted correctly, with the memory, with it "
+          "emptied, with its values shuffled; 50%, 10%: with a part of it. gain: memory minus "
+          "emptied. entity: eq. 10 picks the correct entity; bm25: BM25's vote does. visible, "
+          "masked: attention of such mentions on memories of their own entity.",
+    "qa": "Questions answered correctly, with the memory and with controls (see eval.py). "
+          "recall@20: a correct answer is among the 20 best memories, or BM25's passages.",
+    "claims": "Claims judged correctly, with the memory and with controls (see eval.py)."}
+TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",
+          "answer_is_entity": "answerable"}
+
+def report(opened, args):
+    """Prints the figures, as JSON or as a table with its legend."""
+    run, tome, memory, task = opened
+    if task and not args.examples and not run.is_toy:
+        advice = f"no figures: give --task {task} --examples FILE"
+        if args.json:
+            raise data.UserError(advice)
+        train.say(advice)                   # no error: training ends with this report
+        return
+    if task:
+        figures = {task: task_figures(run, tome, memory, task, args.examples)}
+        cells = {"all": figures[task]}
+        if "n" not in figures[task]:        # the toy world's
+            cells = {f"{hops} {kind}": cell for hops in ("one_hop", "two_hop")
+                     for kind, cell in figures[task][hops].items()}
+            cells["all"] = {name: x for name, x in figures[task].items() if "recall" in name}
+    else:
+        figures = masked_mention_figures(run, tome, memory)
+        cells = {kind: cell | figures["same_entity_mass"][kind]
+                 for kind, cell in figures["masked_mention"].items()}
+        if not (args.json or run.is_baseline or args.memory_fraction < 1):
+            for kind, shares in by_size(run, tome, memory, (0.5, 0.1)).items():
+                cells[kind] |= zip(("50%", "10%"), shares)
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        say_table({name: table_row(cell) for name, cell in cells.items()})
+        train.say("\n" + textwrap.fill(LEGENDS[task], 80))
+
+def table_row(cell):
+    """{column: text} of a cell of figures. The interval is that of the gain, or of "memory"."""
+    row, intervals = {}, cell.get("interval", {})
+    for name, value in cell.items():
+        if isinstance(value, float):
+            row[TITLES.get(name, name)] = f"{value:.3f}"
+        elif name == "gain" and value:
+            row[name], intervals = f"{value[0]:.3f}", {"gain": value[1:]}
+        low, high = intervals.get(name) or (None, None)
+        if low is not None and name in ("memory", "gain"):
+            row["95%"] = f"{low:.2f}-{high:.2f}"
+    return row | {"n": str(cell.get("n", "-"))}
+
+def say_table(rows, width=80):
+    """Prints {row: {column: text}} as aligned columns, in as many blocks as the width needs."""
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns = [[name, *(row.get(name, "-") for row in rows.values())] for name in names]
+    columns = [[text.rjust(max(map(len, column))) for text in column] for column in columns]
+    label = [text.ljust(max(map(len, rows))) for text in ("", *rows)]
+    blocks = [[label]]
+    for column in columns:
+        if sum(len(other[0]) + 2 for other in [*blocks[-1], column]) > width + 2:
+            blocks.append([label])
+        blocks[-1].append(column)
+    for block in blocks:
+        train.say("\n" + "\n".join("  ".join(line) for line in zip(*block)))
+
+def say_sources(title, sources):
+    """Prints memories, each with its weight."""
+    train.say(f"  {title}")
+    for source in sources:
+        train.say(f"    {source.weight:.2f}  {source.passage}")
+
+def say_mentions(mentions):
+    """Prints, layer by layer, what each mention retrieved."""
+    for n in range(len(mentions[0].layers)):
+        train.say(f"\nmemory layer {n + 1}")
+        for mention in mentions:
+            say_sources(mention.words, mention.layers[n])
+
+def show_masked(opened, n):
+    """Masks n held-out mentions, of the groups in turn; prints what each retrieves and what the
+    model predicts. Returns them as EncodedMentions."""
+    run, corpus, encoded = opened.run, opened.run.corpus, []
+    mentions = train.sample_eval_mentions(run, n)
+    group = run.entity_group[corpus.mention_entity[mentions]]
+    in_turn = zip_longest(*(mentions[group == i] for i in range(len(train.GROUPS))))
+    chosen = [m for pair in in_turn for m in pair if m is not None][:n]
+    if not chosen:
+        raise data.UserError("--show: no held-out passage names an entity that another passage "
+                             "names too; give --show a text")
+    for m in chosen:
+        batch = data.eval_batch(corpus, [m]).to(run.device)
+        words = f"{data.MASK} ({corpus.entity_names[corpus.mention_entity[m]]})"
+        H, masked = forward(opened, batch, {m: words})
+        predicted = opened.tome.mlm_logits(H, batch.is_target).argmax(-1).tolist()
+        train.say(f"\n{corpus.show_mention(m)}\npredicted: {run.tokenizer.decode(predicted)}")
+        say_mentions(masked)
+        encoded += masked
+    return encoded
+
+def parse_arguments(argv):
+    """The command line. Flags that would do nothing are refused."""
+    parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--out", default="runs/toy", help="folder of the run (default: runs/toy)")
+    add("--blocks", type=int, choices=(1, 2), default=1, help="TOME-1 or TOME-2 (default: 1)")
+    add("--task", choices=("claims", "qa"), help="the fine-tuned model (default: masked mentions)")
+    add("--examples", metavar="FILE", help="examples to measure (default: the toy world's tests)")
+    add("--memory-fraction", type=float, default=1.0, metavar="F", help="keep this share of it")
+    add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--plot", metavar="FILE.png", help="draw training and the use of the memory; with --show "
+        "or --ask what the mentions retrieve")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--json", action="store_true", help="print the figures as a JSON object")
+    add("--show", nargs="?", const="5", metavar="N|TEXT", help="what N masked mentions, or those "
+        "of a text, retrieve (default: 5)")
+    add("--ask", metavar="TEXT", help="answer a question, or with --task claims judge a claim")
+    args = parser.parse_args(argv)
+    shows = args.show is not None or args.ask is not None
+    if not 0 <= args.memory_fraction <= 1:          # NaN is refused, too
+        parser.error("--memory-fraction must be between 0 and 1")
+    if args.show is not None and args.show.isdecimal() and int(args.show) == 0:
+        parser.error("--show 0 shows nothing; give a number from 1, or a text")
+    if args.examples and (shows or not args.task):
+        parser.error("--examples goes with --task qa or --task claims, to be measured")
+    if args.plot and (args.json or not shows and (args.task or args.memory_fraction < 1)):
+        parser.error("--plot draws the pre-trained model with its whole memory, or goes with "
+                     "--show or --ask")
+    if args.ask is not None:
+        args.task = args.task or "qa"
+    return args
+
+def run_command(args):
+    """What the command line asks for."""
+    opened = open_run(args.out, args.task, args.blocks, args.device, args.n_search,
+                      args.memory_fraction)
+    shows = args.show is not None or args.ask is not None
+    if opened.run.is_baseline and (shows or args.plot):
+        raise data.UserError(f"{args.out} is a baseline: it has no mention memory")
+    figure = new_figure(args.plot) if args.plot else None       # its errors come first
+    if args.ask is not None:
+        answer = ask(opened, args.ask)
+        train.say(f"{answer.text} (probability {answer.probability:.2f})")
+        say_sources("sources", answer.sources)
+        say_mentions(mentions := answer.mentions)
+    elif shows and args.show.isdecimal():
+        mentions = show_masked(opened, int(args.show))
+    elif shows:
+        say_mentions(mentions := encode(opened, args.show))
+    elif not figure:
+        report(opened, args)
+    if figure:
+        draw_mentions(figure, mentions) if shows else draw_run(figure, opened, args.blocks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # a letter that the font lacks is drawn as a box
+            save = partial(figure.savefig, format=Path(args.plot).suffix[1:], bbox_inches="tight")
+            data.write_file(args.plot, save)
+        train.say(f"Written: {args.plot}")
 
 def main(argv=None):
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
-    parser.add_argument("--out", default="runs/toy", help="folder of the run")
-    parser.add_argument("--task", choices=("claims", "qa"), help="default: masked mentions")
-    parser.add_argument("--examples", help="a file of examples (default: the toy world's tests)")
-    parser.add_argument("--memory-fraction", type=float, default=1.0, help="keep a share of it")
-    parser.add_argument("--n-search", type=data.at_least(1), help="buckets (default: exact search)")
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print the figures as a JSON object")
-    output.add_argument("--show", nargs="?", const="5", metavar="N|TEXT", help="what they retrieve")
-    output.add_argument("--ask", metavar="TEXT", help="answer a question or judge a claim")
-    args = parser.parse_args(argv)
-    if args.ask is not None:
-        args.task, args.show = args.task or "qa", args.ask
-    if args.show == "":
-        args.show = " "                             # a text: without a mention
-    if not 0 <= args.memory_fraction <= 1:          # NaN is not, either
-        parser.error("--memory-fraction is from 0 to 1")
-    if args.examples and (args.show or not args.task):
-        parser.error("--examples goes with --task qa or --task claims, to be measured")
+    args = parse_arguments(argv)
     try:
-        run, tome, memory = train.open_run(args.out, args.task, args.device, args.n_search)
-        if run.is_baseline and (args.show or args.memory_fraction < 1 or args.n_search):
-            raise data.UserError(f"{args.out} is a baseline: it has no mention memory")
-        if not run.is_baseline:
-            memory = memory.sample(args.memory_fraction)
-        # items: what `show` is to show, of a text or of held-out mentions.
-        task, items, figures, pairs = args.task, [], {}, ()
-        if args.show and (args.ask or not args.show.isdecimal()):
-            items = [example_of(run, args.show)]
-        elif args.show:
-            items = train.sample_eval_mentions(run, int(args.show))
-            if not len(items):
-                raise data.UserError(f"{args.out}: no held-out passage names an entity that "
-                                     "another one names too; give --show a text")
-        elif not task:
-            figures, pairs = masked_mention_figures(run, tome, memory)
-        elif args.examples or run.saved["corpus"] is None:
-            figures[task] = task_figures(run, tome, memory, task, args.examples)
-        elif args.json:
-            raise data.UserError(f"no figures: give --task {task} --examples FILE")
-        else:                   # no error: training ends with this report
-            train.say(f"No figures: give eval.py --task {task} --examples FILE")
-        if args.json:
-            print(json.dumps(figures))
-        else:
-            train.say_figures(figures)
-        if pairs and not args.json:
-            if args.memory_fraction == 1 and len(pairs[0]):     # else it would be sampled twice
-                say_by_size(run, tome, memory)
-            show_where_it_helps(run, *pairs)
-            items = train.sample_eval_mentions(run, 3)
-        for item in items:
-            show(run, tome, memory, task, item)
+        run_command(args)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:                 # as of "| head": nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (data.UserError, OSError) as error:
         return data.complain("eval.py", error)
     except (RuntimeError, MemoryError) as error:
@@ -304,5 +587,7 @@ def main(argv=None):
         return 130
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
+    for stream in (sys.stdout, sys.stderr):     # for a terminal that is not UTF-8
+        if hasattr(stream, "reconfigure"):      # a notebook's streams have no such method
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

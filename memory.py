@@ -239,7 +239,8 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
         mentions = (batch.row, batch.start, batch.end, batch.entity, batch.passage, batch.mention)
         row, start, end, *numbers = (x[batch.entity > 0] for x in mentions)
         with low_precision(encoder.config, device):
-            keys, values = encoder(batch.tokens, batch.attention_mask, row, start, end)
+            keys, values = encoder.encode_mentions(batch.tokens, batch.attention_mask,
+                                                   row, start, end)
         parts.append([x.cpu() for x in (keys.float(), values.float(), *numbers)])
     rows = [torch.cat(part).numpy() for part in zip(*parts)]
     order = np.argsort(rows[-1])                                    # by mention

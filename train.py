@@ -36,6 +36,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision, precision_on, setting, weights_file
+from encoder import Config, beside, low_precision, precision_on, setting, weights_files
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
@@ -249,7 +250,7 @@ class BatchTOMEStage:
         """masked_mentions over a small memory, for speed. This stage does not train the head of
         eq. 10, so "entity" and "recall@20" mean little here."""
         rank, size = ann.rank_and_size()
-        rows = encode_passages(self.model.encoder, self.run.corpus, self.support[rank::size],
+        rows = encode_passages(self.model, self.run.corpus, self.support[rank::size],
                                self.run.device)
         memory = MentionMemory(**rows, device=self.run.device)
         return masked_mentions(self.run, self.model.tome, memory, self.eval_mentions)[0]
@@ -418,7 +419,7 @@ def optimizer_for(run, model, kind):
     damage them before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
-        is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
+        is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
         scale = run.settings.lower_lr_scale if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "scale": scale, "weight_decay": decay}
@@ -596,89 +597,120 @@ def open_memories(run, tome, n_search):
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
 # ---- What is measured while training: does the memory tell what the passage does not? ------------
-# Every process reads the same whole batch, and searches its own shards for it: several are no
-# faster here than one.
+# Every process computes the same whole batch and searches its own shards for it: here several
+# processes are no faster than one.
+
+class MaskedMention(NamedTuple):
+    """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
+    that of the last memory layer on memories of the mention's own entity. In both fields about
+    eq. 10, the entities of the visible mentions are excluded."""
+    group: str              # one of GROUPS
+    n_tokens: int           # masked tokens
+    n_correct: int          # … predicted correctly
+    is_named: bool          # eq. 10 picks the mention's entity
+    is_recalled: bool       # a memory of this entity is among the 20 best of eq. 10
+    attention: float
+    visible: list           # (group, attention) of each visible mention whose entity occurs in two
+                            # passages of the memory; a mention's own passage is never retrieved
+
+    @property
+    def share(self):
+        """The share of its tokens predicted correctly."""
+        return self.n_correct / max(self.n_tokens, 1)
+
+def mean(values):
+    """The mean of a list of numbers, 0 of an empty one."""
+    return float(np.mean(values)) if len(values) else 0.0
+
+def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
+    """(figures, items): masks each mention alone, reads its passage, and predicts its tokens.
+
+    mentions: corpus numbers, from data.eval_mentions. progress: the title of a progress bar.
+    items: a MaskedMention for each mention. figures: for each of GROUPS a dictionary with
+
+    accuracy        the fraction of masked tokens predicted correctly
+    entity          the fraction of masked mentions with is_named
+    recall@20       … with is_recalled
+    mass_masked     mean attention of the masked mentions
+    mass_visible    mean attention of the visible mentions
+    n               the number of masked mentions"""
+    tome.eval()
+    is_elsewhere, items = in_two_passages(run, memory), []
+    starts = range(0, len(mentions), batch_size)
+    for first in tqdm(starts, progress, leave=False, disable=None if progress else True):
+        part = mentions[first:first + batch_size]
+        items += fill_in(run, tome, memory, part, is_elsewhere)
+    figures = {}
+    for group in GROUPS:
+        masked = [item for item in items if item.group == group]
+        visible = [mass for item in items for of, mass in item.visible if of == group]
+        n_tokens = sum(item.n_tokens for item in masked)
+        figures[group] = {
+            "accuracy": sum(item.n_correct for item in masked) / max(n_tokens, 1),
+            "entity": mean([item.is_named for item in masked]),
+            "recall@20": mean([item.is_recalled for item in masked]),
+            "mass_masked": mean([item.attention for item in masked]),
+            "mass_visible": mean(visible),
+            "n": len(masked)}
+    return figures, items
+
+def in_two_passages(run, memory):
+    """(E,) whether at least two passages of the memory mention an entity. For others nothing can be
+    found, since a mention's own passage is excluded. An EntityTable has all entities."""
+    n_entities = len(run.corpus.entity_names)
+    if not isinstance(memory, MentionMemory):
+        return torch.ones(n_entities, dtype=torch.bool, device=run.device)
+    pairs = torch.unique(memory.entity.long() * 2 ** 32 + memory.passage)       # each pair once
+    n_passages = torch.bincount(pairs >> 32, minlength=n_entities)
+    return ann.sum_over_processes(n_passages, run.device) > 1
 
 @torch.no_grad()
-def masked_mentions(run, tome, memory, mentions, batch_size=64):
-    """Masks one held-out mention at a time, reads its passage, and counts rightly filled tokens.
+def fill_in(run, tome, memory, mentions, is_elsewhere):
+    """A MaskedMention for each of these B mentions: one batch of masked_mentions."""
+    batch = data.eval_batch(run.corpus, mentions).to(run.device)
+    masked = torch.from_numpy(mentions).to(run.device)[batch.row] == batch.mention  # (M,), B true
+    H, retrieved = tome(batch.tokens, batch.attention_mask, batch, memory)
+    last, attention = retrieved[-1], torch.zeros(len(batch.entity), device=run.device)      # (M,)
+    if last is not None:
+        attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
+    is_correct = torch.zeros_like(batch.is_target)                                  # (B, T)
+    predicted = tome.mlm_logits(H, batch.is_target).argmax(-1)                      # (L,)
+    is_correct[batch.is_target] = predicted == batch.unmasked[batch.is_target]
+    found, entity = retrieve_answer(tome, H, batch, memory, masked), batch.entity[masked]
+    is_visible = torch.zeros(len(mentions), len(is_elsewhere), dtype=torch.bool, device=run.device)
+    is_visible[batch.row[~masked], batch.entity[~masked]] = True                    # (B, E)
+    scores = found.scores.masked_fill(is_visible.gather(1, found.entity), -torch.inf)
+    is_named = predict_entity(scores, found.entity) == entity
+    is_recalled = (best_entities(scores, found.entity) == entity[:, None]).any(1)
+    counted = ~masked & (batch.entity > 0) & is_elsewhere[batch.entity]
+    visible = [[] for _ in mentions]
+    rows, masses = batch.row[counted].tolist(), attention[counted].tolist()
+    for row, group, mass in zip(rows, groups_of(run, batch.entity[counted]), masses):
+        visible[row].append((group, mass))
+    fields = (batch.is_target.sum(1), is_correct.sum(1), is_named, is_recalled, attention[masked])
+    fields = [groups_of(run, entity), *(field.tolist() for field in fields), visible]
+    return [MaskedMention(*item) for item in zip(*fields)]
 
-    mentions: corpus numbers (data.eval_mentions). Returns, for each of GROUPS that there can be, a
-    dictionary:
-
-    accuracy        share of masked tokens filled in rightly
-    entity          share of masked mentions whose entity eq. 10 names
-    recall@20       share of them with a memory of their entity among the 20 best of eq. 10. For
-                    these two, entities that stand visibly in the passage are no candidates; the
-                    masked mention's never does (data.eval_mentions)
-    mass_masked     attention of the last memory layer on memories of the masked mention's entity
-    mass_visible    … the same for the other mentions, if two passages of the memory have theirs
-    n               masked mentions
-
-    and of each mention the share of its tokens filled in rightly, an array as `mentions`."""
-    tome.eval()
-    E, device = len(run.corpus.entity_names), run.device
-    # Entities that two passages have: of another one nothing can be found, since a mention's own
-    # passage is excluded, and it does not count in mass_visible.
-    is_elsewhere = torch.ones(E, dtype=torch.bool, device=device)
-    if isinstance(memory, MentionMemory):
-        pairs = torch.unique(torch.stack([memory.entity, memory.passage]), dim=1)
-        is_elsewhere = ann.sum_over_processes(pairs[0].bincount(minlength=E), device) > 1
-    # A row per mention. Of masked ones: tokens, how many of these are right, if eq. 10 names the
-    # entity, if it is among the 20 best, attention on it. Of visible ones: entity, attention.
-    masked, visible = [np.zeros((0, 5))], [np.zeros((0, 2))]
-    for first in range(0, len(mentions), batch_size):
-        part = mentions[first:first + batch_size]                                       # (B,)
-        batch = data.eval_batch(run.corpus, part).to(device)
-        B, asked = len(part), torch.from_numpy(part).to(device)[batch.row] == batch.mention
-        H, retrieved = tome(batch.tokens, batch.attention_mask, batch, memory)
-        mass = torch.zeros(len(batch.entity), device=device)                            # (M,)
-        if retrieved[-1] is not None:
-            mass = (retrieved[-1].weights * (retrieved[-1].entity == batch.entity[:, None])).sum(-1)
-        filled = tome.mlm_logits(H, batch.is_target).argmax(-1)                         # (L,)
-        right = filled == batch.unmasked[batch.is_target]
-        row, n_tokens = batch.is_target.nonzero()[:, 0], batch.is_target.sum(1)         # (L,), (B,)
-        n_right = torch.bincount(row[right], minlength=B)
-        found = retrieve_answer(tome, H, batch, memory, asked)
-        stands_there = torch.zeros(B, E, dtype=torch.bool, device=device)
-        stands_there[batch.row[~asked], batch.entity[~asked]] = True
-        excluded = stands_there.gather(1, found.entity)                                 # (B, K)
-        scores = found.scores.masked_fill(excluded, -torch.inf)
-        entity = batch.entity[asked]
-        is_named = predict_entity(scores, found.entity) == entity
-        recalled = (best_entities(scores, found.entity) == entity[:, None]).any(1)
-        masked.append(torch.stack([n_tokens, n_right, is_named, recalled, mass[asked]], 1).cpu())
-        counted = (batch.entity > 0) & ~asked & is_elsewhere[batch.entity]
-        visible.append(torch.stack([batch.entity[counted], mass[counted]], 1).cpu())
-    masked, visible = np.concatenate(masked), np.concatenate(visible)
-    group = run.entity_group[run.corpus.mention_entity[mentions]]
-    visible_group = run.entity_group[visible[:, 0].astype(int)]
-    figures = {}
-    for i, name in enumerate(GROUPS):
-        n_tokens, n_right, is_named, recalled, mass = masked[group == i].T
-        mass_visible = visible[visible_group == i, 1]
-        n = max(len(mass), 1)
-        figures[name] = {"accuracy": n_right.sum() / max(n_tokens.sum(), 1),
-                         "entity": is_named.sum() / n, "recall@20": recalled.sum() / n,
-                         "mass_masked": mass.sum() / n,
-                         "mass_visible": mass_visible.sum() / max(len(mass_visible), 1),
-                         "n": len(mass)}
-    return figures, masked[:, 1] / masked[:, 0].clip(1)
+def groups_of(run, entity):
+    """The names in GROUPS of entity numbers (n,)."""
+    return [GROUPS[i] for i in run.entity_group[entity.cpu()]]
 
 def best_entities(scores, entity, k=20):
-    """Entities of the k best memories (B, k), or -1. Those of an EntityTable come unsorted."""
+    """Entities of the k best memories, (B, k), -1 where there are fewer. scores, entity (B, K): an
+    EntityTable's come unsorted."""
     scores, best = scores.topk(min(k, scores.shape[1]))
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
 def sample_eval_mentions(run, n):
-    """n mentions of each of GROUPS (data.eval_mentions), always the same."""
+    """At most n mentions of each of GROUPS, from data.eval_mentions: always the same ones."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
     group = run.entity_group[run.corpus.mention_entity[mentions]]
     return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
-    """Passages of a small memory for these mentions, while the Mention Encoder still changes: all
-    of their articles'; those of `each` random mentions of each of their entities; random others."""
+    """Passages of a small memory for these mentions, to evaluate with while the Mention Encoder
+    still changes: all passages of their articles, the passages of `each` random mentions of each of
+    their entities, and `others` random ones."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -687,17 +719,25 @@ def supporting_passages(corpus, mentions, each=4, others=512):
     return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
                                      rng.integers(0, len(corpus.article), others)]))
 
-@torch.no_grad()
-def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, batch_size=64):
-    """{"accuracy", "n"}, and of questions "recall@20".
+class Judged(NamedTuple):
+    """How a model treats one claim or question."""
+    is_correct: bool
+    is_recalled: bool       # a correct answer is among the 20 best of eq. 10; None of a claim
 
-    without: the field of an example ("subject", "bridge") whose article is taken out of the memory.
-    attend: False switches the memory layers off; answers are still retrieved."""
+@torch.no_grad()
+def judged_examples(run, tome, task, examples, memory, without=None, attend=True, batch_size=64,
+                    progress=None):
+    """A Judged for each example.
+
+    without: a field of an example, "subject" or "bridge": the article that it names is hidden from
+    the example. attend=False switches the memory layers off, but answers are still retrieved.
+    progress: the title of a progress bar."""
     tome.eval()
-    corpus, right, recalled = run.corpus, [], []
+    corpus, items = run.corpus, []
     if without:
         memory = memory.by_article(corpus.article)
-    for first in range(0, len(examples), batch_size):
+    starts = range(0, len(examples), batch_size)
+    for first in tqdm(starts, progress, leave=False, disable=None if progress else True):
         chosen = examples[first:first + batch_size]
         batch = examples_batch(run, task, chosen).to(run.device)
         if without:
@@ -705,17 +745,24 @@ def task_accuracy(run, tome, task, examples, memory, without=None, attend=True, 
             batch.passage = torch.tensor(article, device=run.device)[batch.row]
         H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
         if task == "claims":
-            right += (claim_logits(tome, H, batch).argmax(-1) == batch.label).tolist()
+            is_correct = claim_logits(tome, H, batch).argmax(-1) == batch.label
+            items += [Judged(correct, None) for correct in is_correct.tolist()]
             continue
         found = retrieve_answer(tome, H, batch, memory, batch.answer >= 0)
         predicted = predict_entity(found.scores, found.entity).tolist()
         best = best_entities(found.scores, found.entity).tolist()
         for example, entity, entities in zip(chosen, predicted, best):
             answers = {corpus.entity_index.get(answer) for answer in example.answers}
-            right.append(entity in answers)
-            recalled.append(not answers.isdisjoint(entities))
-    result = {"accuracy": float(np.mean(right)) if right else 0.0, "n": len(right)}
-    return result | ({"recall@20": float(np.mean(recalled))} if recalled else {})
+            items.append(Judged(entity in answers, not answers.isdisjoint(entities)))
+    return items
+
+def task_accuracy(run, tome, task, examples, memory, **options):
+    """{"accuracy", "n"}, and for questions "recall@20". options: those of judged_examples."""
+    items = judged_examples(run, tome, task, examples, memory, **options)
+    figures = {"accuracy": mean([item.is_correct for item in items]), "n": len(items)}
+    if task == "qa" and items:
+        figures["recall@20"] = mean([item.is_recalled for item in items])
+    return figures
 
 # ---- Examples ------------------------------------------------------------------------------------
 
@@ -805,7 +852,7 @@ def read_task_examples(run, plan):
 
 def with_published(run, model):
     """A BATCH-TOME with the weights of --init. Prints what these lack. Raises UserError."""
-    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
+    if [checksum(file) for file in weights_files(run.init)] != run.saved["init"]["weights"]:
         raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
                         "made; restore them, or choose another --out")
     _, state, lacks, unused = read_published(run.init, run.config)
@@ -813,7 +860,7 @@ def with_published(run, model):
     say_of_file(run.init, lacks, unused)
     tome, special = model.tome, run.corpus.special
     if run.has_batch_tome:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
+        tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
     # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
     # quotation mark, which also surrounds names.
     quote = run.tokenizer.token_to_id('"')
@@ -849,11 +896,11 @@ def read_start(run, path):
             raise UserError(f"--start {path}: it has the vocabulary of another corpus")
     else:
         _, saved, lacks, unused = read_published(path, run.config)
-        if "encoder.key.linear.weight" in saved:
+        if "key.linear.weight" in saved:
             raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
         lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
         say_of_file(path, lacks, unused)
-        saved = part_of(saved, "encoder.tome.")
+        saved = part_of(saved, "tome.")
     words = saved.get("embeddings.word.weight")
     if words is None or words.shape[1] != run.config.hidden:
         raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
@@ -1192,8 +1239,9 @@ def inherit(args):
     results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"], "memory": ["memory"],
                "tome": ["tome-1.pt", "tome-2.pt"]}
     part = Path(f"{out}.part")
-    shutil.rmtree(part, ignore_errors=True)
     with alone_in(part):
+        for path in part.iterdir():                 # of a command that was killed
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in sum((results[stage] for stage in STAGES[:at]), []):
             source = old.out / name
             if source.is_dir():
@@ -1259,7 +1307,8 @@ def stage_flags(run, args):
     if args.start is not None:
         crc32 = 0 if args.start == "scratch" else file_checksum("--start", args.start)
         flags["start"] = [[args.start, crc32]]
-        read_start(run, args.start)                                     # only for its errors
+        if args.start != "scratch":
+            read_start(run, args.start)                                 # only for its errors
     if args.examples is not None:
         paths = [args.examples, *map(str, dev_files(args.examples))]
         flags["examples"] = [[path, file_checksum("--examples", path)] for path in paths]
@@ -1276,7 +1325,7 @@ def describe_published(path, config):
     """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
     weights, and whether it is trained, as a BATCH-TOME of the paper's own code is."""
     config, state, _, _ = read_published(path, config)
-    trained, vocab = "encoder.key.linear.weight" in state, beside(path, "vocab.txt")
+    trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
         raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
                         "weights: that of bert-base-uncased)")
@@ -1289,8 +1338,8 @@ def describe_published(path, config):
                         "--stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
     names += ["key_dim", "value_dim", "coref_dim"] * trained
-    init = {"path": path, "vocab": checksum(vocab), "weights": checksum(weights_file(path)),
-            "trained": trained}
+    init = {"path": path, "vocab": checksum(vocab), "trained": trained,
+            "weights": [checksum(file) for file in weights_files(path)]}
     return init, {name: getattr(config, name) for name in names}
 
 def announce(run, plans, args):
@@ -1367,7 +1416,7 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
 
 def make_memory(run):
     """The Mention Encoder encodes the corpus (§2.1.2)."""
-    encoder = load_model(run, "batch-tome").encoder
+    encoder = load_model(run, "batch-tome")
     build_memory(encoder, run.corpus, run.out / "memory", run.device,
                  np.dtype(run.settings.memory_dtype), run.made_from("memory"))
 
@@ -1382,7 +1431,7 @@ def append(run, file, replace_articles):
     if record in done:
         say(f"{file} was appended before, to {before}; nothing is left to do.")
         return
-    encoder = load_model(run, "batch-tome").encoder
+    encoder = load_model(run, "batch-tome")
     open_memory(run)                                    # only for its errors
     folder = run.out / f"appended-{len(done) + 1:04d}"
     part = Path(f"{folder}.part")
@@ -1500,22 +1549,23 @@ def say(text, file=None):
         tqdm.write(data.printable(text), file)
 
 def say_figures(figures, place=""):
-    """Says figures, a line for each dictionary in them: its place, then its figures, with their 95%
-    intervals where it has them."""
-    if figures.get("n") == 0:
-        return
-    line = f"{place:<24}"
-    inner = [key for key, value in figures.items() if isinstance(value, dict) and key != "interval"]
-    for key, value in figures.items():
-        if value is not None and key not in (*inner, "interval"):
-            # A gain is a list that holds its bounds; those of the others are in "interval".
-            number, *bounds = [*np.ravel(value), *figures.get("interval", {}).get(key, [])]
-            line += f"   {key} {number:.3f}" if isinstance(number, float) else f"   {key} {number}"
-            line += f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-    if line.strip() != place.strip():
-        say(line)
-    for key in inner:
-        say_figures(figures[key], f"{place}{key} ")
+    """Prints one aligned line of the training log, and nothing where nothing was measured: the mean
+    losses; "tokens", the fraction of masked tokens predicted correctly, and "mass", the attention
+    of masked mentions on memories of their entity, both seen/unseen; in fine-tuning the accuracy on
+    dev examples. log.jsonl has all figures."""
+    losses = [f"{name} {value:.2f}" for name, value in figures.items()
+              if isinstance(value, float) and name != "score"]
+    groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
+    measured = []
+    if groups:
+        for title, key in (("tokens", "accuracy"), ("mass", "mass_masked")):
+            shares = "/".join(f"{100 * group[key]:.0f}" for group in groups)
+            measured.append(f"{title} {shares}%")
+    if "score" in figures:
+        measured.append(f"dev accuracy {figures['score']:.3f}")
+    if losses or measured:
+        left = f"{place:<17}{'  '.join(losses)}"
+        say(f"{left:<52}  {'  '.join(measured)}".rstrip())
 
 def choose_device(name=None):
     """The torch.device of --device; with several processes, a GPU for each. Raises UserError."""
@@ -1532,14 +1582,16 @@ def join_processes(device):
     """Joins the other processes that torchrun started, if any. A process that dies closes its
     connections, so the others know at once. Raises UserError where the others are not there within
     minutes; once they are, they may wait for a day while the first one tokenises the corpus."""
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
-    values = {name: os.environ.get(name) for name in names if name in os.environ}
-    if values.get("WORLD_SIZE", "1") == "1":
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size == "1":
         return
-    if len(values) < len(names) or not all(value.isdecimal() for value in values.values()) \
-            or not int(values["RANK"]) < int(values["WORLD_SIZE"]):
-        raise UserError(f"WORLD_SIZE is {values['WORLD_SIZE']!r}, but the other variables of "
-                        "torchrun do not fit; start several processes with torchrun, or unset it")
+    try:
+        rank, _, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"))
+        if not (0 <= rank < int(world_size) and 0 < port < 2**16 and os.environ["MASTER_ADDR"]):
+            raise ValueError
+    except (ValueError, LookupError):
+        raise UserError(f"WORLD_SIZE is {world_size!r}, but the other variables of torchrun do not "
+                        "fit; start several processes with torchrun, or unset it") from None
     device = choose_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

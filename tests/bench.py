@@ -187,7 +187,7 @@ def random_memory(config, N, n_entities, device, seed=1):
 def tome_step(model, batch, table):
     with low_precision(model.config, batch.tokens.device):
         H, _ = model(batch.tokens, batch.attention_mask, batch, table)
-        z = model.answer(H, batch.row, batch.start, batch.end)
+        z = model.entity_query(H, batch.row, batch.start, batch.end)
         found = table.retrieve(z, batch.passage, model.config.k_answer, model.config.k_answer_shard)
         loss = (0.85 * mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
                 + 0.15 * entity_prediction_loss(found.scores, found.entity, batch.entity))
@@ -200,7 +200,7 @@ def batch_tome_step(model, batch):
     with low_precision(model.config, batch.tokens.device):
         H0 = tome.read_initial(batch.tokens, mask)
         H, _ = tome.read_blocks(H0, mask)
-        keys, values = model.encoder.key(H, *spans), model.encoder.value(H, *spans)
+        keys, values = model.key(H, *spans), model.value(H, *spans)
         table = memory.BatchMemory(keys, values, batch.entity, batch.passage)
         H, _ = tome.read_blocks(H0, mask, batch, table)
         loss = (0.85 * mlm_loss(tome.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
@@ -242,13 +242,14 @@ def build(args):
         data.toy(folder, 0)
         tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(f"{folder}/corpus.jsonl")), 2000)
         corpus = data.Corpus.build(f"{folder}/corpus.jsonl", f"{folder}/corpus", tokenizer, 64, 128)
-        encoder = BatchTOME(TOME(SMALL)).to(args.device).eval().encoder
+        encoder = BatchTOME(TOME(SMALL)).to(args.device).eval()
         passages, calls = np.arange(1000), []
-        handle = encoder.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
+        encode = encoder.encode_mentions
+        encoder.encode_mentions = lambda *inputs: calls.append(inputs) or encode(*inputs)
         memory.encode_passages(encoder, corpus, passages, torch.device(args.device))
-        handle.remove()
+        encoder.encode_mentions = encode
         with torch.no_grad(), low_precision(SMALL, torch.device(args.device)):
-            times, _ = race(args.turns, bare=lambda: [encoder(*inputs) for inputs in calls],
+            times, _ = race(args.turns, bare=lambda: [encode(*inputs) for inputs in calls],
                             whole=lambda: memory.encode_passages(encoder, corpus, passages, torch.device(args.device)))
         row(f"memory rows of {len(passages):,} passages, small; floor: bare encoder", times["whole"], "", times["bare"])
 

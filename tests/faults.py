@@ -305,7 +305,8 @@ def difference(out, expected):
 
 class Reference:
     """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage],
-    its contents; operations[stage], what the stage did to files. `whole`: the run at its end."""
+    its contents; operations[stage], what the stage did to files; results: what commands say. `whole`:
+    the run at its end."""
 
     def __init__(self, folder, stages=STAGES):
         self.folder, self.whole = folder, folder / "whole"
@@ -315,7 +316,7 @@ class Reference:
         titles = sorted({line["title"] for line in lines})
         for name, chosen in (("more", titles[:8]), ("other", titles[4:10])):
             data.write_lines(folder / f"{name}.jsonl", (x for x in lines if x["title"] in chosen))
-        self.before, self.after, self.operations = {}, {}, {}
+        self.before, self.after, self.operations, self.results = {}, {}, {}, {}
         place = folder / "place"
         for stage in stages:
             if stage == "from":
@@ -474,7 +475,9 @@ def corruptions(reference, kind, n, rng):
     """n random corruptions of a kind of file. Returns Counter of what came of them, and what went
     wrong. A forged value may be another setting, with which the command works."""
     pattern, where, how = KINDS[kind]
-    _, expected, _ = result_of(how, reference, spoilt_in(reference, where))
+    if (where, how) not in reference.results:
+        reference.results[where, how] = result_of(how, reference, spoilt_in(reference, where))
+    _, expected, _ = reference.results[where, how]
     counts, wrong = Counter(), []
     for _ in range(n):
         out = spoilt_in(reference, where)

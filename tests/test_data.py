@@ -640,7 +640,7 @@ def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
         assert set(changed) <= chosen
 
 
-def test_with_a_mention_all_others_of_its_entity_in_the_passage_are_masked_if_asked_for(tmp_path):
+def test_all_of_entity_also_masks_the_other_mentions_of_a_masked_entity_in_the_passage(tmp_path):
     words = " ".join(WORDS[i % 14] for i in range(30))
     mentions = (0, 3, "x"), (4, 15, "y"), (16, 19, "x"), (24, 29, None), (30, 35, None)
     corpus, _ = build(tmp_path, [line(words, *mentions)] * 50, 32)
@@ -796,8 +796,8 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
     assert any(not np.array_equal(a, b) for a, b in zip(clusters, other))   # ties fall otherwise
 
 
-def test_of_equally_related_articles_those_with_names_alike_meet_in_a_cluster(tmp_path):
-    """Four times three articles, of which each links the same entity and two words of a title are rarely shared."""
+def test_ties_between_related_articles_go_to_a_title_that_shares_a_word_with_the_cluster(tmp_path):
+    """Twelve articles link the same entity. Three titles each share their first word, F0 to F3."""
     records = [line("a", (0, 1, "E"), title=f"F{a % 4} L{a}") for a in range(12)]
     corpus, _ = build(tmp_path, records)
     for seed in range(3):
@@ -812,7 +812,7 @@ def test_articles_that_share_nothing_still_fill_the_clusters(tmp_path):
     assert [len(c) for c in clusters] == [4, 4, 4, 1] and clusters[0][:3].tolist() == [10, 11, 12]
 
 
-def test_of_many_articles_random_pools_are_clustered_and_their_rests_together(tmp_path, monkeypatch):
+def test_more_articles_than_a_pool_holds_are_clustered_in_random_pools_and_the_rest_is_pooled_again(tmp_path, monkeypatch):
     """50 articles of 3 passages, ten of which link each entity; pools of at most 20."""
     corpus, _ = build(tmp_path, [line(text, (0, 1, f"E{a % 5}"), title=f"A{a}") for a in range(50) for text in "abc"])
     monkeypatch.setattr(data, "POOL", 20)
@@ -820,7 +820,7 @@ def test_of_many_articles_random_pools_are_clustered_and_their_rests_together(tm
     for clusters in found:
         assert sorted(np.concatenate(clusters).tolist()) == list(range(150))
         assert [len(c) for c in clusters] == [8] * 18 + [6]
-    # Related articles stand together: at random 1.6 of 8 passages would link the most frequent entity.
+    # A cluster consists of related articles. In a random one, 1.6 of 8 passages would link the same entity.
     assert np.mean([np.bincount(corpus.article[c] % 5).max() for c in found[0]]) > 5
     same, other = ([np.array_equal(a, b) for a, b in zip(found[0], clusters)] for clusters in found[1:])
     assert all(same) and not any(other)
@@ -952,8 +952,8 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
 # ---------------------------------------------------------------- the toy world
 
 def facts_of(toy):
-    """{(subject, relation): {object: passages that state it}}, read out of the sentences with the phrases. What is
-    said of a description is no fact of anything that has a name."""
+    """{(subject, relation): {object: passages that state it}}, parsed from the sentences. A sentence about a
+    description states no fact."""
     patterns = [(name, re.compile(re.sub(r"\b[SO]\b", lambda m: f"(?P<{m[0].lower()}>[A-Z][a-z]+ [A-Z][a-z]+)",
                                          re.escape(phrase))))
                 for name, relation in data.RELATIONS.items() for phrase in relation.phrases]
@@ -1049,7 +1049,7 @@ def test_toy_examples_are_true_to_the_facts_and_their_splits_share_none(toy):
 
 
 def test_a_claims_object_tells_nothing_without_the_memory(toy):
-    """The best guess from the object (or subject) alone, learnt on train, is near chance on test."""
+    """The best guess from the object (or subject) alone, learned on train, is near chance on test."""
     def subject(e):
         return e["subject"]
 

@@ -22,7 +22,7 @@ TINY = Config(vocab_size=500, hidden=8, n_heads=2, intermediate=12, n_initial=1,
 
 def new_encoder(seed=0):
     torch.manual_seed(seed)
-    return BatchTOME(TOME(TINY)).encoder
+    return BatchTOME(TOME(TINY))
 
 @pytest.fixture(scope="module")
 def corpora(small_world, tmp_path_factory):

@@ -92,7 +92,7 @@ def process(rank, size, folder, stages, results):
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
         run = train.read_run(folder).open("cpu")
-        encoder = train.load_model(run, "batch-tome").encoder
+        encoder = train.load_model(run, "batch-tome")
         memory_file.build_memory(encoder, run.corpus, folder / "by_two", run.device, np.float32, {})
     else:
         table, _ = load_memory(folder / "by_two")
