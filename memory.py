@@ -66,6 +66,18 @@ class BatchMemory:
         """A mention never attends to its own passage (app. A). k, k_shard: MentionMemory's."""
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
+class OwnValues:
+    """Practice in reading, before there is anything to retrieve: each mention is given its own
+    value, from the unmasked text, whatever its query. values (M, d_V)."""
+    def __init__(self, values):
+        self.values = values
+
+    def attend(self, query, passage, k=None, k_shard=None):
+        """Retrieved with one memory per mention: the mention itself."""
+        weight = query.new_ones(len(query), 1)
+        itself = torch.arange(len(query), device=query.device)[:, None]
+        return Retrieved(weight, itself, torch.zeros_like(itself), weight, self.values)
+
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
     each entity, trained with the model in place of the mention memory. (There one vector is both;

@@ -24,7 +24,7 @@ import ann
 import data
 from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, beside,
                      check_tokenizer, init_weights, read_weights)
-from memory import BatchMemory, EntityTable, MemoryAttention, attention_weights
+from memory import BatchMemory, EntityTable, MemoryAttention, OwnValues, attention_weights
 
 class TOMEBlock(nn.Module):
     """Eq. 2 and 3. Without a memory, as in the Mention Encoder, only its TransformerBlock."""
@@ -99,15 +99,27 @@ class BatchTOME(nn.Module):
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
-    def forward(self, batch):
-        """H (B, T, hidden) of the second pass, and what its memory layers retrieved."""
-        # The memory is made from the unmasked text (our choice; the paper does not say, its code
-        # uses the masked text). A passage never attends to its own mentions, so nothing leaks.
-        linked = batch.entity > 0
-        spans = batch.row[linked], batch.start[linked], batch.end[linked]
-        keys, values = self.encode_mentions(batch.unmasked, batch.attention_mask, *spans)
-        memory = BatchMemory(keys, values, batch.entity[linked], batch.passage[linked])
-        return self.tome(batch.tokens, batch.attention_mask, batch, memory)
+    def forward(self, batch, memory="batch"):
+        """(H0, H without a memory, H with one), (B, T, hidden) each, and what was retrieved.
+
+        memory: "batch", the mentions of the batch that are not masked, with the keys and values of
+        the pass without a memory (as in the public code; the paper does not say); a passage never
+        attends to its own. "own": each mention is given its own value. None: no memory."""
+        tome, mask = self.tome, batch.attention_mask
+        H0 = tome.read_initial(batch.tokens, mask)
+        alone, _ = tome.read_blocks(H0, mask)
+        if memory is None:
+            return H0, alone, alone, None
+        if memory == "own":
+            with torch.no_grad():
+                unmasked, _ = tome(batch.unmasked, mask)
+            attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
+        else:
+            is_kept = (batch.entity > 0) & ~batch.is_target[batch.row, batch.start + 1]
+            spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
+            attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
+                                   batch.entity[is_kept], batch.passage[is_kept])
+        return H0, alone, *tome.read_blocks(H0, mask, batch, attended)
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each is this process's part of a mean over all processes: the sum over its own items, divided by
@@ -203,18 +215,18 @@ def start_positions(model):
     position.copy_(waves * model.config.init_std * 2 ** 0.5)
 
 @torch.no_grad()
-def fit_retrieval(model, batches, self_score=20.0):
+def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. Random layers find nothing: [H_s; H_e] is similar for all
-    mentions. self_score bounds a key's mean score with itself; at 20 the softmax prefers that key
-    among thousands."""
+    mentions. A mention's query, made from the masked text, learns to look for the key of the same
+    mention in the unmasked text, without any label. by_entity: for the mean key of its entity,
+    which takes labels. self_score bounds a key's mean score with itself; at 20 the softmax prefers
+    that key among thousands."""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
     keys = fit_keys(model.key.linear, of_keys, self_score)                      # (m, d_K)
-    # Mentions should look for the mean key of their entity. With their own key as target, on real
-    # text they look for the form of the name.
-    target = mean_of_group(keys, entity)
+    target = mean_of_group(keys, entity) if by_entity else keys
     for span_layer, spans in ((model.tome.blocks[0].memory_attention.query, of_queries),
                               (model.tome.entity_query, of_answers)):
         fit_linear(span_layer.linear, spans, target, self_score)

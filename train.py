@@ -88,7 +88,9 @@ class Settings:
     # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
     # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
+    own_values: int = setting(0, (0, 1), "1: until then give each mention its own value")
     fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
+    fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
@@ -212,17 +214,15 @@ class BatchTOMEStage:
     def losses(self, batch, step):
         """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
         its passage says about the entity; without it TOME loses 2 to 8 points (app. B.5). Before
-        the fit it is also applied to H0, from which queries are made: a masked mention must already
-        encode there which entity it belongs to."""
-        model = self.model
-        if step < self.fit_step:
-            H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
-            H, _ = model.tome.read_blocks(H0, batch.attention_mask)
-            outputs = [H0, H]
-        else:
-            H, _ = model(batch)
-            outputs = [H]
+        the fit it is applied to what keys and queries are made from, H without a memory and H0, so
+        that a masked mention encodes in H0 which entity it belongs to."""
+        model, memory = self.model, "batch"
+        is_first_part = step < self.fit_step
+        if is_first_part:
+            memory = "own" if self.run.settings.own_values else None
+        H0, alone, H, _ = model(batch, memory)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
+        outputs = [H0, alone] if is_first_part else [H]
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
                                   batch.passage) for output in outputs]
         logits = model.tome.mlm_logits(H, batch.is_target)
@@ -241,7 +241,7 @@ class BatchTOMEStage:
         batches = [data.mask_batch(data.corpus_batch(run.corpus, part), run.corpus, rng,
                                    mention_rate=0.5, token_rate=0.1).to(run.device)
                    for part in parts]
-        fit_retrieval(self.model.eval(), batches)
+        fit_retrieval(self.model.eval(), batches, bool(run.settings.fit_by_entity))
         ann.copy_from_first(self.model.parameters())
         say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
         self.model.train()
@@ -936,8 +936,9 @@ PRESETS = {
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
-        teacher_forcing_rate=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07,
+        fit_by_entity=1, coref_weight=0.5, entity_weight=0.3, linking_weight=0.3,
+        teacher_forcing_steps=0.29, teacher_forcing_rate=0.5, mention_rate=0.5, all_of_entity=1,
+        token_rate=0.07,
         lower_lr_scale=0.25, log_every=200, save_every=100, eval_mentions=100, schedule={
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),

@@ -208,7 +208,7 @@ def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(fi
     close("BATCH-TOME", values, z["allow/memory_values"][targets])
     for case, memory in (("allow", AnyPassage), ("disallow_fixed", BatchMemory)):
         monkeypatch.setattr("tome.BatchMemory", memory)
-        H, (found,) = model(batch)
+        _, _, H, (found,) = model(batch)
         theirs = z[f"{case}/memory_attention_weights"][real][:, targets]
         close("BATCH-TOME", found.weights, theirs)
         entity = z[f"{case}/top_entity_ids"][real][:, targets]

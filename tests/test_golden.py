@@ -570,7 +570,7 @@ def test_batch_tome_reads_twice_as_the_public_encoder_does(blocks):
     same_forward(name, keys, z[f"{case}/memory_keys"][targets])
     same_forward(name, values, z[f"{case}/memory_values"][targets])
 
-    H, found = model(batch)
+    _, _, H, found = model(batch)
     same_forward(name, H[mask], z[f"{case}/encoding"][mask])
     for prefix, layer in zip(("", "second_"), found):
         theirs = z[f"{case}/{prefix}memory_attention_weights"][real]

@@ -83,12 +83,13 @@ def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
         assert not together[row, n:].any()
 
 
+@pytest.mark.parametrize("by_entity", [False, True])
 @torch.no_grad()
-def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_regression():
+def test_fitted_keys_are_white_and_queries_find_their_own_or_their_entitys_mean_key_by_ridge_regression(by_entity):
     torch.manual_seed(5)
     model = BatchTOME(TOME(replace(TINY, max_positions=40)))
     tome, batches = model.tome, [read_batch(seed) for seed in range(40)]
-    fit_retrieval(model, batches, self_score=20.0)
+    fit_retrieval(model, batches, by_entity, self_score=20.0)
     spans, entities = {"key": [], "query": [], "answer": []}, []
     for batch in batches:
         mask, columns = batch.attention_mask, (batch.row, batch.start, batch.end, batch.entity)
@@ -104,8 +105,10 @@ def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_
     spans = {name: torch.stack(rows) for name, rows in spans.items()}
     keys = model.key.linear(spans["key"]).double().numpy()
     np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
-    wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
-                       for entity in entities])
+    wanted = keys
+    if by_entity:
+        wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
+                           for entity in entities])
     layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.entity_query]}      # of BATCH-TOME: one block
     for name, layer in [(name, layer) for name, of_kind in layers.items() for layer in of_kind]:
         X = spans[name].double().numpy()
@@ -115,6 +118,22 @@ def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_
         expected = X @ W
         expected *= 20 / (expected * wanted).sum(1).mean()
         np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_until_the_fit_a_mention_reads_its_own_value_from_the_unmasked_text_without_gradient_to_it():
+    torch.manual_seed(3)
+    model = BatchTOME(TOME(replace(TINY, max_positions=40))).eval()
+    batch = read_batch(0)
+    _, _, H, (found,) = model(batch, "own")
+    unmasked, _ = model.tome(batch.unmasked, batch.attention_mask)
+    spans = batch.row, batch.start, batch.end
+    torch.testing.assert_close(found.value, model.value(unmasked.detach(), *spans))
+    layer = model.tome.blocks[0].memory_attention
+    H0 = model.tome.read_initial(batch.tokens, batch.attention_mask).clone()
+    for m, (row, start) in enumerate(zip(batch.row.tolist(), batch.start.tolist())):
+        H0[row, start] = H0[row, start] + layer.up(found.value[m])
+    expected = model.tome.blocks[0].transformer(layer.norm(H0), batch.attention_mask)
+    torch.testing.assert_close(H, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_begin_as_sinusoids_of_the_size_of_the_other_embeddings():
