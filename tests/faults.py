@@ -13,6 +13,7 @@ import gc
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -24,11 +25,11 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from functools import cache
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,46 +67,32 @@ def command(stage, reference, out, *more):
 # ---- Children ------------------------------------------------------------------------------------
 
 class Child:
-    """main(arguments) in a forked process, after fault() there. Its output goes to a file."""
+    """train.main(arguments) in a forked process, after fault() there. Its output goes to a file."""
 
-    def __init__(self, arguments, fault=lambda: None, environment={}, main=train.main):
+    def __init__(self, arguments, fault=lambda: None, environment={}):
         self.said = tempfile.TemporaryFile("w+")
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 99
-            try:
-                os.dup2(self.said.fileno(), 1)
-                os.dup2(self.said.fileno(), 2)
-                sys.stdout, sys.stderr = (open(i, "w", closefd=False) for i in (1, 2))
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                os.environ.update(environment)
-                shrink()
-                fault()
-                code = main(arguments)
-            except SystemExit as leaving:
-                code = leaving.code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+        self.process = multiprocessing.get_context("fork").Process(
+            target=self.work, args=(arguments, fault, environment))
+        self.process.start()
+
+    def work(self, arguments, fault, environment):
+        for number, name in enumerate(("stdout", "stderr"), 1):
+            os.dup2(self.said.fileno(), number)
+            setattr(sys, name, open(number, "w", closefd=False))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(environment)
+        shrink()
+        fault()
+        sys.exit(train.main(arguments))
 
     def wait(self, limit=120):
         """(exit code or minus the signal, what was said)."""
-        deadline = time.time() + limit
-        while True:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.time() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                raise AssertionError(f"hangs: not done after {limit} s")
-            time.sleep(0.002)
+        self.process.join(limit)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"hangs: not done after {limit} s")
         self.said.seek(0)
-        return os.waitstatus_to_exitcode(status), self.said.read()
+        return self.process.exitcode, self.said.read()
 
 def run(arguments, fault=lambda: None, **more):
     return Child(arguments, fault, **more).wait()
@@ -305,20 +292,21 @@ def difference(out, expected):
 
 class Reference:
     """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage],
-    its contents; operations[stage], what the stage did to files; results: what commands say. `whole`:
-    the run at its end."""
+    its contents; operations[stage], what the stage did to files; results[…]: what commands say.
+    `whole`: the run at its end."""
 
-    def __init__(self, folder, stages=STAGES):
+    def __init__(self, folder):
         self.folder, self.whole = folder, folder / "whole"
         folder.mkdir(exist_ok=True)
-        with shrunk():
+        with pytest.MonkeyPatch.context() as patch:
+            shrink(patch.setattr, patch.setitem)
             lines, _ = data.toy_world(5)
         titles = sorted({line["title"] for line in lines})
         for name, chosen in (("more", titles[:8]), ("other", titles[4:10])):
             data.write_lines(folder / f"{name}.jsonl", (x for x in lines if x["title"] in chosen))
         self.before, self.after, self.operations, self.results = {}, {}, {}, {}
         place = folder / "place"
-        for stage in stages:
+        for stage in STAGES:
             if stage == "from":
                 shutil.rmtree(place / "run")
             self.before[stage] = folder / f"before {stage}"
@@ -339,17 +327,6 @@ class Reference:
         place = self.folder / "spoilt"
         shutil.rmtree(place, ignore_errors=True)
         return Path(shutil.copytree(self.before[stage], place)) / "run"
-
-@contextmanager
-def shrunk():
-    """shrink(), undone at the end."""
-    before = train.PRESETS["toy"], memory.PASSAGES_PER_SHARD, dict(data.COUNTS)
-    shrink()
-    try:
-        yield
-    finally:
-        train.PRESETS["toy"], memory.PASSAGES_PER_SHARD, counts = before
-        data.COUNTS.update(counts)
 
 def finish(reference, stage, out):
     """The same command again after a fault: what went wrong, or None."""
@@ -566,7 +543,8 @@ def fuzz_example(folder, line, task, tokenizer, entity_index):
 
 def fuzz(folder, n):
     """n mutated lines, half of corpora, a quarter of each task: {what: Counter}."""
-    with shrunk():
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch.setattr, patch.setitem)
         lines, examples = data.toy_world(3)
     tokenizer = data.train_tokenizer((line["text"] for line in lines), 400)
     index = {name: i for i, name in enumerate(["", *sorted({line["title"] for line in lines})])}
@@ -610,41 +588,37 @@ def leak(reference, steps):
 
 def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
     torch.set_num_threads(1)
-    folder = Path(tempfile.mkdtemp())
-    rng, wrong, started = random.Random(0), [], time.time()
+    folder, rng, all_wrong, started = Path(tempfile.mkdtemp()), random.Random(0), [], time.time()
 
-    def title(text, counts={}):
-        counts = ", ".join(f"{n} {how}" for how, n in counts.items())
+    def say(text, counts={}, wrong=()):
+        counts = "".join(f", {n} {how}" for how, n in counts.items())
         print(f"{time.time() - started:5.0f} s  {text}{counts}", flush=True)
-
-    def record(text, counts, bad):
-        title(text, counts)
-        print("".join(f"        WRONG {what}\n" for what in bad), end="", flush=True)
-        wrong.extend(bad)
+        print("".join(f"        WRONG {what}\n" for what in wrong), end="", flush=True)
+        all_wrong.extend(wrong)
 
     reference = Reference(folder / "reference")
-    for part in ("kill", "power", "data"):
-        for stage in STAGES if part in parts else ():
+    for part, stage in itertools.product(("kill", "power", "data"), STAGES):
+        if part in parts:
             chosen = [*range(1, len(reference.operations[stage]) + 1, every)]
-            n, bad = after_states(reference, stage, part, chosen)
-            record(f"{part}, {stage}: {len(chosen)} file operations, {n} different folders, "
-                   f"{len(chosen) - len(bad)} resumed to the same bytes", {}, bad)
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        for stage in STAGES if "term" in parts else ():
+            n, wrong = after_states(reference, stage, part, chosen)
+            say(f"{part}, {stage}: {len(chosen)} file operations, {n} different folders, "
+                f"{len(chosen) - len(wrong)} resumed to the same bytes", wrong=wrong)
+    for number, stage in itertools.product((signal.SIGKILL, signal.SIGTERM), STAGES):
+        if "term" in parts:
             chosen = rng.sample(range(1, len(reference.operations[stage])), 10)
-            bad = [f"{stage}, {n}: {problem}" for n in chosen
-                   if (problem := after_signal(reference, stage, n, number))]
-            record(f"signal {number} to a process, {stage}: {10 - len(bad)} of 10 ", {}, bad)
+            ends = {n: after_signal(reference, stage, n, number) for n in chosen}
+            wrong = [f"{stage}, {n}: {end}" for n, end in ends.items() if end]
+            say(f"signal {number} to the process, {stage}: {10 - len(wrong)} of 10", wrong=wrong)
     shrink()
     for kind in KINDS if "corrupt" in parts else ():
-        record(f"damaged or forged {kind}: ", *corruptions(reference, kind, n_corruptions, rng))
+        say(f"damaged or forged {kind}", *corruptions(reference, kind, n_corruptions, rng))
     for what, counts in fuzz(folder, n_lines).items() if "fuzz" in parts else ():
-        title(f"mutated lines of {what}: ", counts)
+        say(f"mutated lines of {what}", counts)
     if "leak" in parts:
-        title(f"leak: {leak(reference, 5000)} (MB, tensors; after 1,000, 2,500, 5,000 steps)")
+        say(f"leak: {leak(reference, 5000)} (MB, tensors; after 1,000, 2,500, 5,000 steps)")
     shutil.rmtree(folder)
-    print(f"{len(wrong)} wrong")
-    return bool(wrong)
+    print(f"{len(all_wrong)} wrong")
+    return bool(all_wrong)
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]

@@ -232,15 +232,15 @@ class OutStream(io.TextIOBase):
         self.said += text
         return len(text)
 
-def test_train_main_works_in_a_thread_and_with_the_stdout_of_a_notebook(reference, monkeypatch):
+def test_train_main_works_in_a_thread_and_with_the_stdout_of_a_notebook(
+        reference, small, monkeypatch):
     out, results = reference.fresh("memory"), []
     monkeypatch.setattr(sys, "stdout", OutStream())
     monkeypatch.setattr(sys, "stderr", OutStream())
-    with faults.shrunk():
-        thread = threading.Thread(target=lambda: results.append(
-            train.main(command("memory", reference.folder, out))))
-        thread.start()
-        thread.join()
+    thread = threading.Thread(target=lambda: results.append(
+        train.main(command("memory", reference.folder, out))))
+    thread.start()
+    thread.join()
     assert results == [0] and not difference(out, reference.after["memory"])
 
 @pytest.mark.parametrize("program, arguments, code", [
@@ -356,7 +356,7 @@ def unreachable(tmp_path, fault=lambda: None):
 def test_a_process_whose_master_cannot_be_reached_ends_at_once_when_told(tmp_path, number):
     child = unreachable(tmp_path)
     time.sleep(1)
-    os.kill(child.pid, number)
+    os.kill(child.process.pid, number)
     code, _ = child.wait(3)
     assert code in (-number, 130)
 
