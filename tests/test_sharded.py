@@ -45,7 +45,7 @@ def stage_of(folder, kind):
     plan = run.plan(kind)
     if kind in ("claims", "qa"):
         plan = replace(plan, examples=[[str(folder / f"{kind}.jsonl"), 0]])
-    torch.manual_seed(0)        # the weights of batch-tome, whose file is there, are left to the loop
+    torch.manual_seed(0)        # batch-tome.pt is there: its stage leaves the weights to the loop
     return run, train.new_stage(run, plan)
 
 def first_step(folder, kind, found):
