@@ -296,6 +296,7 @@ def test_below_30_groups_or_without_any_difference_there_is_no_interval():
     assert evaluation.interval(values, np.arange(90) % 29) is None
     assert evaluation.interval(values, np.arange(90) % 31) is not None
     assert evaluation.interval(np.ones(90), np.arange(90)) is None
+    assert evaluation.interval((values == 1).tolist(), range(90)) == evaluation.interval(values, np.arange(90))
 
 def test_a_true_and_a_false_claim_about_one_fact_are_one_group_of_the_interval(run, monkeypatch):
     loaded = train.open_run(run, "claims", blocks=2)
