@@ -134,10 +134,15 @@ def just_below(maxima, n, dim):
 def high_scores(blocks, maxima, bar):
     """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
     positions, three tensors (F,), and the scores (F,). Skips blocks with maxima below the bar."""
-    a, b = (maxima > bar).nonzero(as_tuple=True)
-    found = blocks[:, a, b]                                         # (size, blocks found)
-    j, i = (found > bar.expand_as(maxima)[a, b]).nonzero(as_tuple=True)
-    return (j, a[i], b[i]), found[j, i]
+    block = (maxima > bar).flatten().nonzero()[:, 0]
+    a, b = block // maxima.shape[1], block % maxima.shape[1]
+    if blocks.is_contiguous():                                      # the same result, faster
+        found = blocks.flatten(1).index_select(1, block)
+    else:
+        found = blocks[:, a, b]                                     # (size, blocks found)
+    high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
+    j, i = high // len(block), high % len(block)
+    return (j, a[i], b[i]), found.flatten()[high]
 
 def merge(best, query, id, score):
     """The k best of each query among `best` (scores, ids, each (Q, k)) and F more scores.

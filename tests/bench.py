@@ -1,6 +1,6 @@
 """What the parts of this project cost, beside others: python tests/bench.py [exact|buckets|step|memory …]
 
-The contenders take turns, so that other load on the machine slows all of them. Times are milliseconds, the median of
+The contenders take turns, so that other load on the machine slows all of them. Times are milliseconds, the shortest of
 the turns. The first line names the machine, the threads and the load. faiss is optional (pip install faiss-cpu).
 
 faiss multiplies in one of two ways: below faiss.cvar.distance_compute_blas_threshold (128,000, compared with the number
@@ -53,7 +53,7 @@ def row(what, times, **more):
     print("| " + " | ".join([what, *cells]) + " |", flush=True)
 
 def race(turns, functions):
-    """Calls each function once to warm up, then `turns` times in turn: {name: median time}, {name: its result}."""
+    """Calls each function once to warm up, then `turns` times in turn: {name: shortest time}, {name: its result}."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
     for _ in range(turns):
@@ -64,7 +64,7 @@ def race(turns, functions):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - start)
-    return {name: float(np.median(t)) for name, t in times.items()}, results
+    return {name: min(t) for name, t in times.items()}, results
 
 def overlap(ids, exact):
     """Recall: the mean share of the exact ids that were found."""
