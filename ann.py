@@ -7,29 +7,23 @@
     sharded_topk     each process searches its own keys for everybody's queries (app. C.1)
     fetch            requests the chosen rows from the processes that hold them
 
-All searches return scores by falling value, and equal scores by rising id. They leave out the keys
-of the query's own passage (passage -1 is nobody's) and every score that is not a finite number.
-Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 or bfloat16, and may
-be a numpy memory map; scores are float32. The fast searches and `fetch` have no gradient.
+All searches return scores by falling value, and equal scores by rising id. They exclude the keys of
+the query's own passage (passage -1 is nobody's) and scores that are not finite. Where nothing is
+left, the score is -inf and the id -1. Keys may be float32, float16 or bfloat16, and a numpy memory
+map; scores are float32. The fast searches and `fetch` have no gradient.
 
-The functions by which processes send each other data stand at the end. Without an initialised
-process group, each of them does the same for the one process."""
+The functions with which processes exchange data are at the end. Without an initialised process
+group, each of them does the same for the one process."""
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-BLOCK = 16              # scores per block: only blocks with a high maximum are looked into
-TILE = 2 ** 20          # scores computed at a time in an exact search, so that they stay in the
-                        # cache; of the first tile up to 32 times as many
-QUERIES = 2048          # queries that sharded_topk gives to a search at a time
-SAMPLE = 256            # keys per bucket that k-means is trained on
-
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    In float32 also where training computes in bfloat16 (in which queries come from their layer).
-    That would round a score of 50 by up to 0.125, and attention weights are exponentials."""
+    In float32 even where training computes in bfloat16, which would round a score of 50 by up to
+    0.125: attention weights are exponentials of scores."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
@@ -51,87 +45,117 @@ def best_of(scores, ids, k):
     scores, ids = scores[:, :k], ids.gather(1, order[:, :k])
     return scores, ids.masked_fill(scores == -torch.inf, -1)
 
-# ---- what the fast searches share
-
-def largest(passage):
-    """The size of the largest passage: so many of a query's best keys can be its own passage's."""
-    return max(passage.unique(return_counts=True)[1].tolist(), default=0)
-
-def high_scores(scores, bar, n):
-    """The F finite scores of (Q, W) above their query's bar (Q,): (query, column, score), each of
-    (F,), and the bar. A block is every (W / size)-th column. Only blocks whose maximum is above the
-    bar are looked into: to sort all would be slow. bar None: it is put just below a query's n-th
-    largest block maximum; n scores are then above it, if there are so many, and the n best are
-    among them."""
-    # With few scores the blocks are smaller: n maxima are needed.
-    size = BLOCK if bar is not None else min(BLOCK, 1 + scores.shape[1] // (2 * n))
-    missing = -scores.shape[1] % size
-    if missing:
-        scores = F.pad(scores, (0, missing), value=-torch.inf)
-    blocks = scores.unflatten(1, (size, -1))           # block b: columns b, b + W / size, …
-    maxima = blocks.amax(1)                                                  # (Q, W / size)
-    if bar is None:
-        # A block with NaN or inf sets no bar; it is looked into all the same.
-        bar = F.pad(maxima, (0, n), value=-torch.inf)
-        bar = bar.nan_to_num(-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-        bar = bar.topk(n).values[:, -1]
-        bar = bar.nextafter(bar.new_tensor(-torch.inf))
-    query, block = (~(maxima <= bar[:, None])).nonzero(as_tuple=True)        # also where it is NaN
-    scores = blocks[query, :, block]                                         # (blocks found, size)
-    i, j = ((scores > bar[query, None]) & (scores < torch.inf)).nonzero(as_tuple=True)
-    return (query[i], block[i] + j * maxima.shape[1], scores[i, j]), bar
-
-def keep_best(best, candidates, query_passage, key_passage):
-    """The k best of `best` (scores, ids, each (Q, k)) and of `candidates` (query, id, score, each
-    (F,)) without those of the query's own passage. A candidate's id is larger than those that are
-    in `best`, so of equal scores the smaller id is kept."""
-    query, id, score = candidates
-    if query_passage is not None:
-        own = query_passage[query]
-        allowed = (key_passage[id] != own) | (own < 0)
-        query, id, score = query[allowed], id[allowed], score[allowed]
-    order = (query * 2 ** 40 + id).argsort()                     # by query, then by id (< 2^40)
-    query, id, score = query[order], id[order], score[order]
-    count = torch.bincount(query, minlength=len(best[0]))
-    k, most = best[0].shape[1], int(count.max())
-    column = k + torch.arange(len(query), device=query.device) - (count.cumsum(0) - count)[query]
-    scores = F.pad(best[0], (0, most), value=-torch.inf)                     # (Q, k + most)
-    ids = F.pad(best[1], (0, most), value=-1)
-    scores[query, column] = score
-    ids[query, column] = id
-    return best_of(scores, ids, k)
-
 # ---- exact search
+
+BLOCK = 16              # scores per block; only blocks with a high maximum are searched further
+CPU_TILE = 2 ** 21      # scores computed at a time, so that they stay in the cache
+GPU_TILE = 2 ** 27      # on a GPU: few, large kernels
+NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
 @torch.no_grad()
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
-    queries (Q, d); keys (N, d), which may lie on disk; query_passage (Q,), key_passage (N,)."""
+    queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
+
+    A tile contains the scores of some keys with all queries. A GPU takes the k best of each tile.
+    It is faster on a CPU to collect only the scores above a bar, which the first tile sets."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
-    best = plain_topk(queries, queries[:0], k)               # k empty places per query
+    best = plain_topk(queries, queries[:0], k)                      # k empty places per query
     if Q == 0 or k == 0 or N == 0:
         return best
-    # The first tile is larger: its scores set the bar that the later tiles have to exceed.
-    first = min(32 * TILE // Q, max(8192, N // 16), N)
-    # The sizes are measured: amax over blocks is slow where a tile's width is no multiple of 512.
-    later = min(first, max(512, TILE // Q // 512 * 512))
-    # Some of the best may be of the query's own passage, which keep_best takes out.
-    n = k if query_passage is None else k + largest(key_passage[:first])
-    tile, bar, found = torch.empty(Q * first, device=queries.device), None, []
+    size = GPU_TILE if queries.is_cuda else CPU_TILE
+    later = max(512, size // max(Q, 64) // BLOCK * BLOCK)           # keys per tile
+    # The first tile may be larger: with more keys the bar is higher.
+    first = min(N, max(later, min(max(8192, N // 16), 16 * size // Q)))
+    memory = torch.empty((first + BLOCK) * Q, device=queries.device)
+    bar, found = None, []
     for start, end in pairwise([0, *range(first, N, later), N]):
-        part = keys[start:end].to(queries.device, torch.float32)
-        scores = tile[:Q * len(part)].view(Q, -1)
-        torch.mm(queries.float(), part.T, out=scores)       # with out=, never in bfloat16
-        (query, column, score), bar = high_scores(scores, bar, n)
-        found.append((query, start + column, score))
-        if end == N or sum(len(query) for query, _, _ in found) > Q * k:       # worth a higher bar
-            candidates = [torch.cat(parts) for parts in zip(*found)]        # query, id, score
-            best = keep_best(best, candidates, query_passage, key_passage)
-            bar = bar.maximum(best[0][:, -1])
-            found = []
+        passage = None if query_passage is None else key_passage[start:end]
+        scores = tile_scores(queries, keys[start:end], query_passage, passage, memory)
+        if queries.is_cuda:
+            row = topk_rows(scores, min(k, len(scores)))
+            score, id = scores.gather(0, row).T, start + row.T
+            best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
+            continue
+        blocks = scores.view(BLOCK if start else block_size(len(scores), k), -1, Q)
+        maxima = block_maxima(blocks)
+        bar = just_below(maxima, k, dim=0) if start == 0 else bar
+        (j, block, query), score = high_scores(blocks, maxima, bar)
+        found.append((query, start + j * len(maxima) + block, score))
+        if end == N or sum(len(query) for query, _, _ in found) > Q * k:    # worth a higher bar
+            best = merge(best, *map(torch.cat, zip(*found)))
+            bar, found = bar.maximum(best[0][:, -1]), []
     return best
 
+def tile_scores(queries, keys, query_passage, key_passage, memory):
+    """float32 scores (W, Q), a row per key: -inf for the query's own passage, and in rows that
+    are added to make W a multiple of BLOCK. memory: W x Q numbers or more, overwritten."""
+    W = len(keys) + -len(keys) % BLOCK
+    scores = memory[:W * len(queries)].view(W, -1)
+    keys = keys.to(queries.device, torch.float32)
+    torch.mm(keys, queries.float().T, out=scores[:len(keys)])       # with out=, never in bfloat16
+    scores[len(keys):] = -torch.inf
+    if query_passage is not None:
+        row = torch.isin(key_passage, query_passage).nonzero()[:, 0]
+        own = (key_passage[row, None] == query_passage) & (query_passage >= 0)
+        scores[row] = scores[row].masked_fill(own, -torch.inf)
+    return scores
+
+def topk_rows(scores, k):
+    """The rows (k, Q) of the k largest in each column of (W, Q); of equal scores the upper rows.
+    All shapes are fixed, so the host never waits for a GPU. Sets NaN and inf to -inf."""
+    row = torch.arange(len(scores), device=scores.device)[:, None]
+    codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row
+    return codes.topk(k, 0, largest=False).values & 0x7FFFFFFF
+
+def falling(scores):
+    """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
+    bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
+    # Without its sign, the bits of a float rise with its magnitude.
+    return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
+
+# ---- the scores above a bar
+
+def block_size(n_scores, n):
+    """The largest block size that divides n_scores into at least 2n blocks, or 1."""
+    return next((size for size in (BLOCK, 8, 4, 2) if n_scores >= 2 * n * size), 1)
+
+def block_maxima(blocks):
+    """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
+    maxima = blocks.amax(0)
+    # If a score is NaN or inf, the maximum of all scores is as well.
+    return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
+
+def just_below(maxima, n, dim):
+    """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
+    bar = maxima.topk(min(n, maxima.shape[dim]), dim).values.select(dim, -1)
+    return bar.nextafter(torch.full_like(bar, -torch.inf))
+
+def high_scores(blocks, maxima, bar):
+    """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
+    positions, three tensors (F,), and the scores (F,). Skips blocks with maxima below the bar."""
+    a, b = (maxima > bar).nonzero(as_tuple=True)
+    found = blocks[:, a, b]                                         # (size, blocks found)
+    j, i = (found > bar.expand_as(maxima)[a, b]).nonzero(as_tuple=True)
+    return (j, a[i], b[i]), found[j, i]
+
+def merge(best, query, id, score):
+    """The k best of each query among `best` (scores, ids, each (Q, k)) and F more scores.
+    query, id, score (F,). Equal scores of a query have rising ids, all above those in `best`."""
+    (Q, k), device = best[0].shape, score.device
+    every = torch.arange(Q, device=device).repeat_interleave(k)
+    query, score, id = (torch.cat([x.flatten(), y])
+                        for x, y in ((every, query), (best[0], score), (best[1], id)))
+    # One sort of integers orders by query, then by falling score.
+    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices
+    count = torch.bincount(query, minlength=Q)
+    first = (count.cumsum(0) - count)[:, None]
+    chosen = order[first + torch.arange(k, device=device)]          # (Q, k)
+    return score[chosen], id[chosen].masked_fill(score[chosen] == -torch.inf, -1)
+
 # ---- k-means and buckets
+
+SAMPLE = 256            # keys per bucket that k-means is trained on
 
 def nearest(points, centroids):
     """points (N, d), centroids (C, d) -> squared distance to the nearest centroid, its number."""
@@ -188,7 +212,9 @@ class BucketedIndex:
         self.id = bucket.argsort(stable=True)                   # (N,) bucket after bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        self.largest = 0 if key_passage is None else largest(key_passage)
+        # An upper bound on how many of the best keys must be discarded as the query's own.
+        sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
+        self.largest = max(sizes, default=0)
 
     @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
@@ -198,29 +224,38 @@ class BucketedIndex:
         n_search = min(n_search, len(self.keys))
         if Q == 0 or k == 0 or n_search == 0:
             return best
-        bucket = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A row of scores per query: the keys of its first bucket, then of its second, … The row is
-        # as wide as the longest: at most N, and -inf where there is no key.
-        count = self.count[bucket].view(Q, n_search)
-        width = int(count.sum(1).max())
+        probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
+        # A row of scores per query: the keys of its first bucket, then of its second, … A row is as
+        # wide as the longest, rounded up to whole blocks, and -inf where there is no key.
+        count = self.count[probed].view(Q, n_search)
+        width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
         scores = torch.full((Q * width,), -torch.inf, device=device)
+        # Where the scores of each (query, bucket) begin in `scores`: (Q * n_search,), rising.
         row = torch.arange(Q, device=device)[:, None] * width
-        # Where in `scores` the scores of each pair (query, bucket) begin: (Q * n_search,), rising.
         begin = (row + count.cumsum(1) - count).flatten()
-        # The pairs are computed bucket after bucket: so its keys are read once, for all who ask.
-        pair = bucket.argsort(stable=True)
-        n_asking = torch.bincount(bucket, minlength=len(self.keys)).tolist()
-        asking = queries[pair // n_search].float().split(n_asking)
-        for keys, askers, place in zip(self.keys, asking, begin[pair, None].split(n_asking)):
-            if len(askers):
-                place = place + torch.arange(keys.shape[1], device=device)       # (askers, count)
-                scores[place] = askers @ keys.float()
-        (query, column, score), _ = high_scores(scores.view(Q, width), None, k + self.largest)
-        # Back from a place in `scores` to its pair, and from the place inside the pair to the key.
-        place = query * width + column                                                   # (F,)
+        # Bucket after bucket, so that its keys are read once for all queries that ask for it.
+        order = probed.argsort(stable=True)
+        buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
+        places = begin[order, None].split(n_asking)
+        asking = queries[order // n_search].float().split(n_asking)
+        number = torch.arange(max(self.keys[b].shape[1] for b in buckets), device=device)
+        for b, askers, place in zip(buckets, asking, places):
+            keys = self.keys[b].float()
+            scores[place + number[:keys.shape[1]]] = askers @ keys
+        n = k + self.largest            # so many, since the own passage's are discarded below
+        blocks = scores.view(Q, block_size(width, n), -1).transpose(0, 1)
+        maxima = block_maxima(blocks)                           # (Q, width / size)
+        bar = just_below(maxima, n, dim=1)
+        (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
+        # Back from a place in `scores` to its bucket, and from the place inside it to the key.
+        place = query * width + j * maxima.shape[1] + block     # (F,)
         pair = torch.searchsorted(begin, place, right=True) - 1
-        id = self.id[self.start[bucket[pair]] + place - begin[pair]]
-        return keep_best(best, (query, id, score), query_passage, self.passage)
+        id = self.id[self.start[probed[pair]] + place - begin[pair]]
+        if query_passage is not None:
+            own = (query_passage[query] == self.passage[id]) & (query_passage[query] >= 0)
+            score = score.masked_fill(own, -torch.inf)
+        order = id.argsort()
+        return merge(best, query[order], id[order], score[order])
 
 # ---- several processes
 
@@ -294,14 +329,15 @@ def exchange(x, send, receive):
     dist.all_to_all_single(received, x.contiguous(), receive, send)
     return received
 
+QUERIES = 2048          # queries that sharded_topk passes to a search at a time
+
 @torch.no_grad()
 def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     """For each query of this process, the k best of every shard's k_shard best (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
-    queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: how many keys each
-    process has. Returns scores, ids (Q, k); ids number the rows of all shards one after the other.
-    Exact if k_shard = k; with less, what a shard has beyond is lost. k = k_shard × processes keeps
-    all: no further top-k (app. C.1.4)."""
+    queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
+    of each process. Returns scores, ids (Q, k); ids number the rows of all shards in turn. Exact if
+    k_shard = k. With k = k_shard × processes there is no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
@@ -316,18 +352,22 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
 @torch.no_grad()
 def fetch(ids, tables):
     """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
-    tables: this process's shards, all of one length. A process requests a row once, however often
-    it needs it; but for counts nothing else travels."""
-    (rank, size), device = rank_and_size(), ids.device
-    start = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
-    wanted, inverse = ids[ids >= 0].unique(return_inverse=True)            # sorted, so by process
-    owner = torch.searchsorted(start, wanted, right=True) - 1
-    counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who][from whom]
-    ours, theirs = counts[rank], [row[rank] for row in counts]
-    asked = exchange(wanted, ours, theirs) - start[rank]
-    filled = []
-    for table in tables:
-        rows = exchange(table[asked], theirs, ours)
-        filled.append(rows.new_zeros(*ids.shape, *rows.shape[1:]))
-        filled[-1][ids >= 0] = rows[inverse]
+    tables: this process's shards, all of one length. A process requests each row once, however
+    often it needs the row; besides ids and rows, only counts are sent."""
+    (rank, size), device, found = rank_and_size(), ids.device, ids >= 0
+    if size == 1 and len(tables[0]) > 0:
+        row = ids.clamp(min=0).flatten()
+        filled = [table.index_select(0, row).unflatten(0, ids.shape) for table in tables]
+        for rows in filled:
+            rows[~found] = 0
+        return filled
+    filled = [table.new_zeros(*ids.shape, *table.shape[1:]) for table in tables]
+    first = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
+    requests, inverse = ids[found].unique(return_inverse=True)         # sorted, so by process
+    owner = torch.searchsorted(first, requests, right=True) - 1
+    counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who asks][whom]
+    asked_by_us, asked_of_us = counts[rank], [row[rank] for row in counts]
+    local = exchange(requests, asked_by_us, asked_of_us) - first[rank]
+    for rows, table in zip(filled, tables):
+        rows[found] = exchange(table[local], asked_of_us, asked_by_us)[inverse]
     return filled

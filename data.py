@@ -362,12 +362,12 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject. Each states all facts of its subject in different words, so a fact that
-#     is masked in one passage can be found in the others. Five is enough: when one is held out and
-#     two only describe the fact (see below), two training passages still state it.
+# Five passages per subject, of one to three sentences. Four of them state a fact, each in different
+#     words, so a fact that is masked in one passage can be found in the others. When one of these
+#     is held out and one only describes the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
-# Described facts. For half of the training facts, two of the five passages say "Silent Garden's
+# Described facts. For half of the training facts, one of the four passages says "Silent Garden's
 #     director is well known." instead, where "director" is a mention of Alma Verran. This teaches
 #     whom such a description means. It is the first hop of the question "Where was Silent Garden's
 #     director born?", in which the description is not linked.
@@ -449,27 +449,32 @@ def toy_line(key, sentences, **others) -> dict:
             text += part
     return {key: text, "mentions": mentions, **others}
 
-def stated_facts(rng, relations) -> list:
-    """Which relations of its subject a passage states, in order: all of them, in random order."""
-    return rng.permutation(list(relations)).tolist()
-
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
-    """The lines of a world: five passages per subject.
+    """The lines of a world: five passages per subject, of one to three sentences.
 
-    described: the facts that two passages describe instead of stating them. A held-out passage
-    states every fact. split: "train", although 5% of the passages are held out, or "held_out"."""
+    A fact is left out of one passage: of three facts the passages state 1, 2, 3, 3 and 3, of two
+    1, 1, 2, 2 and 2. described: the facts that one more passage describes instead of stating them,
+    but not a held-out one. split: "train", although 5% of the passages are held out, or
+    "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
     for subject, object_of in objects.items():
+        relations, n = list(object_of), len(object_of)
         held_out = rng.integers(20)                         # which of the five; 5 or more: none
-        order = {r: rng.permutation(5) for r in object_of}  # which phrase in which passage
-        left_out = {r: rng.permutation(5)[:2] for r in object_of if (subject, r) in described}
+        order = {r: rng.permutation(5) for r in relations}  # which phrase in which passage
+        place = rng.permutation(5)
+        left_out = {r: place[2 * j // n] if n > 1 else None
+                    for j, r in enumerate(rng.permutation(relations).tolist())}
+        described_in = {r: rng.choice([i for i in range(5) if i not in (left_out[r], held_out)])
+                        for r in relations if (subject, r) in described}
         for i in range(5):
+            stated = [r for r in rng.permutation(relations).tolist() if i != left_out[r]]
             sentences = []
-            for r in stated_facts(rng, object_of):
-                is_left_out = i != held_out and i in left_out.get(r, ())
-                phrase = rng.choice(REMARKS) if is_left_out else RELATIONS[r].phrases[order[r][i]]
+            for r in stated:
+                phrase = RELATIONS[r].phrases[order[r][i]]
+                if i == described_in.get(r):
+                    phrase = rng.choice(REMARKS)
                 obj, noun = object_of[r], RELATIONS[r].noun
                 named = {"S": (subject, subject), "O": (obj, obj), "N": (noun, obj)}
                 sentences.append((phrase, named))
@@ -959,11 +964,12 @@ def complain(program, error) -> int:
 
 # ---------------------------------------------------------------- tokenizer
 
-def _wordpiece(vocab) -> Tokenizer:
-    """WordPiece as BERT's, lower case. [CLS] and the others are never read out of a text."""
+def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
+    """WordPiece as BERT's. [CLS] and the others are never read out of a text."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase,
+                                                      strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
     return tokenizer
@@ -1011,13 +1017,31 @@ def unknown_words(tokenizer, texts) -> list:
     return list(found)
 
 def load_tokenizer(path) -> Tokenizer:
-    """That of a vocab.txt; in BERT's, the markers take two [unusedN] entries. Raises UserError."""
+    """The tokenizer of a vocab.txt. The words decide how it reads text: as it is if they have
+    capitals, otherwise in lower case, and with accents if they have any. In BERT's vocabulary the
+    markers take two [unusedN] entries. Raises UserError."""
     vocab = [line.rstrip("\r\n") for line in open_text(path)]
+    number = {word: i for i, word in enumerate(vocab)}
+    # An empty or repeated line keeps its number under a name that no text has. As in BERT's code,
+    # the last of equal lines is used.
+    vocab = [word if word and number[word] == i else f"[line {i + 1}]"
+             for i, word in enumerate(vocab)]
+    words = "\n".join(word for word in vocab if not word.startswith("["))
+
+    def changes_words(**rule):
+        """True if the rule changes more than a thousandth of the words. A few capitals are
+        accidents: the vocabulary of BERT's Chinese model has ten."""
+        rule = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **rule)
+        pairs = zip(words.split("\n"), rule.normalize_str(words).split("\n"))
+        return sum(word != changed for word, changed in pairs) > len(vocab) / 1000
+
+    is_cased = changes_words(lowercase=True, strip_accents=False)
+    keeps_accents = not is_cased and changes_words(lowercase=False, strip_accents=True)
     unused = [i for i, word in enumerate(vocab) if word.startswith("[unused")]
     markers = [marker for marker in (E_START, E_END) if marker not in vocab]
     for i, marker in zip(unused, markers):
         vocab[i] = marker
-    tokenizer = _wordpiece(vocab)
+    tokenizer = _wordpiece(vocab, not is_cased, False if keeps_accents else None)
     special_ids(tokenizer, path)
     return tokenizer
 

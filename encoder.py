@@ -4,14 +4,15 @@
     SpanEncodingLayer(H, row, start, end) = W [H_start; H_end]                    (M, dim)     eq. 1
     MLMHead(H at the masked positions)                                            (L, vocab)
 
-B passages, padded to T, the length of the longest; L masked tokens. The M mentions of the whole
-batch are flat arrays (row, start, end), each (M,), so no padding mention is computed. BERT is
-post-LN: LayerNorm(x + f(x)). Names here and in the paper: s = start, e = end; d_K = key_dim,
-d_V = value_dim, d_C = coref_dim."""
+A batch has B passages, padded to the length T of the longest, and L masked tokens. Its M mentions
+are flat arrays row, start, end, each (M,), so mentions need no padding. The layers are post-LN, as
+in BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end, d_K, d_V and d_C for
+key_dim, value_dim and coref_dim."""
 import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.nn.functional as F
@@ -55,21 +56,8 @@ class Config:
 
     @property
     def layers_per_block(self):
-        """Transformer layers of each TOMEBlock; for n_upper = 1 it is 1 in TOME-1, 2 in TOME-2."""
+        """The number of Transformer layers in each TOMEBlock."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
-
-def precision_on(config, device):
-    """What matrix products are computed in: the config's precision on a device that is fast at it
-    (GPUs since Ampere; processors with AVX512-BF16), else float32."""
-    is_fast = torch.cpu._is_avx512_bf16_supported()
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    return config.precision if is_fast else "float32"
-
-def low_precision(config, device):
-    """A context for training and encoding, in which matrix products are computed in precision_on.
-    Weights, losses and the scores of memories (ann.dot) stay in float32."""
-    return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""
@@ -77,7 +65,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden)
         self.position = nn.Embedding(config.max_positions, config.hidden)
-        self.segment = nn.Embedding(2, config.hidden)       # as BERT's; a passage is all segment 0
+        self.segment = nn.Embedding(2, config.hidden)       # BERT has two; a passage is segment 0
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -85,40 +73,28 @@ class Embeddings(nn.Module):
         x = self.word(tokens) + self.position.weight[:tokens.shape[1]] + self.segment.weight[0]
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
-# Most of the padding is left out of the computation: on short passages that saves a quarter of a
-# step. A layer sees the tokens of the whole batch as rows, x (n, hidden), and behind them so much
-# padding, if there is enough, that n is a multiple of ROWS: else a tenth of a small step went into
-# compiling products of ever new shapes (oneDNN). Only attention puts rows back into passages.
-# `place` (n,): each row's index in the flat batch (B * T). attention_mask (B, T): True = token.
-ROWS = 128
-
-def spread(x, place, attention_mask):
-    """Rows (n, C) at their places in a batch: (B, T, C), zero elsewhere."""
-    flat = x.new_zeros(attention_mask.numel(), x.shape[-1]).index_copy(0, place, x)
-    return flat.unflatten(0, attention_mask.shape)
-
 class SelfAttention(nn.Module):
-    """x (n, hidden) -> (n, hidden); a token attends to those of its own passage."""
+    """Each token attends to the tokens of its own passage. x (n, hidden) -> (n, hidden)."""
     def __init__(self, config):
         super().__init__()
         self.n_heads, self.dropout = config.n_heads, config.dropout
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x, place, attention_mask):
-        """place (n,), attention_mask (B, T): where the rows x stand in the batch."""
-        qkv = spread(self.qkv(x), place, attention_mask).unflatten(-1, (3, self.n_heads, -1))
+    def forward(self, x, packing):
+        qkv = packing.unpack(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each (B * heads, T, hidden / heads)
         # -inf at padding, added to scores. F.scaled_dot_product_attention is slower on a CPU.
-        bias = q.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
+        is_token = packing.attention_mask                                       # (B, T)
+        bias = q.new_zeros(is_token.shape).masked_fill(~is_token, -torch.inf)
         bias = bias.repeat_interleave(self.n_heads, 0)[:, None]                 # (B * heads, 1, T)
         scores = torch.baddbmm(bias, q, k.mT, alpha=q.shape[-1] ** -0.5)        # (B * heads, T, T)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
         y = y.unflatten(0, (-1, self.n_heads)).transpose(1, 2).flatten(2)       # (B, T, hidden)
-        return self.out(y.flatten(0, 1).index_select(0, place))                 # (n, hidden)
+        return self.out(packing.pack(y))                                        # (n, hidden)
 
 class TransformerLayer(nn.Module):
-    """Post-LN, as BERT's. x (n, hidden) -> (n, hidden)."""
+    """One layer of BERT. x (n, hidden) -> (n, hidden), n tokens of a batch (see Packing)."""
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -129,8 +105,8 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.gelu = config.gelu
 
-    def forward(self, x, place, attention_mask):
-        x = self.attention_norm(x + self.dropout(self.attention(x, place, attention_mask)))
+    def forward(self, x, packing):
+        x = self.attention_norm(x + self.dropout(self.attention(x, packing)))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
 class TransformerBlock(nn.Module):
@@ -140,17 +116,41 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask):
-        is_token = attention_mask.flatten()
-        tokens, padding = is_token.nonzero()[:, 0], (~is_token).nonzero()[:, 0]
-        place = torch.cat([tokens, padding[:-len(tokens) % ROWS]])
-        x = x.flatten(0, 1).index_select(0, place)
+        packing = Packing(attention_mask)
+        x = packing.pack(x)
         for layer in self.layers:
-            x = layer(x, place, attention_mask)
-        return spread(x[:len(tokens)], tokens, attention_mask)
+            x = layer(x, packing)
+        return packing.unpack(x)
+
+class Packing:
+    """Leaves padding out of the computation: (B, T, C) <-> (n, C), n rows for B * T positions.
+
+    Layers compute one row per token; only attention needs to know the row's passage. Without
+    padding, pack would be x.flatten(0, 1) and unpack its inverse. Packing saves a quarter of a step
+    on short passages. Some padding is kept to make n a multiple of N_ROWS: otherwise nearly every
+    batch has a new n, and oneDNN compiles matrix products for it."""
+    N_ROWS = 128
+
+    def __init__(self, attention_mask):
+        is_token = attention_mask.flatten()                                     # (B * T,)
+        tokens, padding = is_token.nonzero()[:, 0], (~is_token).nonzero()[:, 0]
+        n_missing = -len(tokens) % self.N_ROWS          # how many rows a multiple of N_ROWS lacks
+        self.attention_mask, self.tokens = attention_mask, tokens
+        self.rows = torch.cat([tokens, padding[:n_missing]])            # (n,) positions in B * T
+
+    def pack(self, x):
+        """The rows to compute: x (B, T, C) -> (n, C)."""
+        return x.flatten(0, 1).index_select(0, self.rows)
+
+    def unpack(self, x):
+        """The tokens' rows at their positions: x (n, C) -> (B, T, C), zero at padding."""
+        flat = x.new_zeros(self.attention_mask.numel(), x.shape[-1])
+        flat = flat.index_copy(0, self.tokens, x[:len(self.tokens)])
+        return flat.unflatten(0, self.attention_mask.shape)
 
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden),
-    row, start, end (M,) -> (M, dim). The paper writes no bias, but its code has one."""
+    row, start, end (M,) -> (M, dim). The paper has no bias here, its public code has one."""
     def __init__(self, hidden, dim):
         super().__init__()
         self.linear = nn.Linear(2 * hidden, dim)
@@ -169,89 +169,137 @@ class MLMHead(nn.Module):
         self.gelu = config.gelu
 
     def transform(self, h):
-        """The layer before the words: h (L, hidden) -> (L, hidden)."""
+        """The layer before the scores of words: h (L, hidden) -> (L, hidden)."""
         return self.norm(F.gelu(self.dense(h), approximate=self.gelu))
 
     def forward(self, h, word_embedding):
         return F.linear(self.transform(h), word_embedding, self.bias)
 
 def init_weights(module, std):
-    """BERT's initialisation, but not truncated: normal weights, zero biases. For Module.apply."""
+    """Normal weights and zero biases, as in BERT but not truncated. For Module.apply."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
 
-# ==== Set apart: published weights ================================================================
-# They come as the folder of a BERT, or as a file of the paper's own code (JAX, flax). A reader of
-# each returns tensors under the names in it. read_weights gives them those of tome.TOME.
+def precision_on(config, device):
+    """The type of matrix products: config.precision where the device is fast at bfloat16 (GPUs
+    since Ampere, processors with AVX512-BF16), otherwise "float32"."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()       # older PyTorch has none
+    is_fast = capabilities.get("avx512_bf16", False)
+    if device.type == "cuda":
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    return config.precision if is_fast else "float32"
 
-# Columns: our name; BERT's, where it has one; the paper's code's. The last two rows are endings, of
-# both. Names are replaced from top to bottom: a name stands above one that it contains.
-WEIGHT_NAMES = [row.split() for row in """
-embeddings.word            embeddings.word_embeddings            embedder.embedders_token_ids
-embeddings.position        embeddings.position_embeddings        embedder.embedders_position_ids
-embeddings.segment         embeddings.token_type_embeddings      embedder.embedders_segment_ids
-embeddings.norm            embeddings.LayerNorm                  embeddings_layer_norm
-attention.out              attention.output.dense                attention_block.attention_layer.out
-attention_norm             attention.output.LayerNorm            attention_block.layer_norm
-attention                  attention.self                        attention_block.attention_layer
-up                         intermediate.dense                    mlp_block.mlp
-down                       output.dense                          mlp_block.dense
-norm                       output.LayerNorm                      mlp_block.layer_norm
-mlm.dense                  cls.predictions.transform.dense       mlm_layer.dense
-mlm.norm                   cls.predictions.transform.LayerNorm   mlm_layer.layer_norm
-mlm.bias                   cls.predictions.bias                  mlm_layer.bias
-initial                    initial_encoder
-layers.                    layer_sequence.layers_
-blocks.0.transformer       intermediate_encoder
-blocks.0.memory_attention  intermediate_memory_attention_layer
-blocks.1.transformer       final_encoder
-blocks.1.memory_attention  final_memory_attention_layer
-up                         update_layer.retrieval_projector
-norm                       update_layer.layer_norm
-answer.linear              final_query_projector
-coref.linear               mention_projector
-.linear                    _projector
-.weight                    .gamma   .kernel   .scale   .embedding
-.bias                      .beta
+def low_precision(config, device):
+    """A context in which matrix products are computed in that type. Weights, losses and the scores
+    of memories (ann.dot) stay in float32."""
+    return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
+
+# ==== Set apart: published weights ================================================================
+# Weights come as the folder of a BERT or as a file of the paper's own code (JAX, flax). read_bert
+# and read_flax replace the published name of each layer or block with ours, and read_weights the
+# name of the module in it. They raise ValueError for what cannot be used, KeyError for what is
+# missing; tome.read_published turns both into one sentence.
+
+MODULES = [row.split() for row in """
+OURS                 BERT                                  PAPER
+embeddings.word      embeddings.word_embeddings            embedder.embedders_token_ids
+embeddings.position  embeddings.position_embeddings        embedder.embedders_position_ids
+embeddings.segment   embeddings.token_type_embeddings      embedder.embedders_segment_ids
+embeddings.norm      embeddings.LayerNorm                  embeddings_layer_norm
+attention.query      attention.self.query                  attention_block.attention_layer.query
+attention.key        attention.self.key                    attention_block.attention_layer.key
+attention.value      attention.self.value                  attention_block.attention_layer.value
+attention.out        attention.output.dense                attention_block.attention_layer.out
+attention_norm       attention.output.LayerNorm            attention_block.layer_norm
+up                   intermediate.dense                    mlp_block.mlp
+down                 output.dense                          mlp_block.dense
+norm                 output.LayerNorm                      mlp_block.layer_norm
+mlm.dense            cls.predictions.transform.dense       mlm_layer.dense
+mlm.norm             cls.predictions.transform.LayerNorm   mlm_layer.layer_norm
+mlm                  cls.predictions                       mlm_layer
+mlm                  cls.predictions.decoder               -
+query.linear         -                                     query_projector
+up                   -                                     update_layer.retrieval_projector
+norm                 -                                     update_layer.layer_norm
+key.linear           -                                     key_projector
+value.linear         -                                     value_projector
+coref.linear         -                                     mention_projector
+entity_query.linear  -                                     final_query_projector
 """.strip().splitlines()]
-GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}    # BERT's -> torch's
+OUR_MODULE = {theirs: ours for ours, *published in MODULES[1:] for theirs in published}
+PARAMETER = {"gamma": "weight", "kernel": "weight", "scale": "weight", "embedding": "weight",
+             "beta": "bias"}
+PLACE = {"initial_encoder.layer_sequence.layers_": "initial.layers.",
+         "intermediate_encoder.layer_sequence.layers_": "blocks.0.transformer.layers.",
+         "intermediate_memory_attention_layer.": "blocks.0.memory_attention.",
+         "final_encoder.layer_sequence.layers_": "blocks.1.transformer.layers.",
+         "final_memory_attention_layer.": "blocks.1.memory_attention."}
+GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh",
+        "gelu_pytorch_tanh": "tanh"}                                        # BERT's -> torch's
 
 def beside(path, name):
-    """The file of that name in the folder `path`, or in up to two folders above it; else None."""
+    """The file `name` in the folder `path` or in one of the two folders above it; else None."""
     path = Path(path).absolute()
     files = (folder / name for folder in (path, *path.parents[:2]))
     return next(filter(Path.is_file, files), None)
 
-def weights_file(path):
-    """The file that holds the weights: a BERT's folder has it under one of two names."""
-    files = Path(path), Path(path, "model.safetensors"), Path(path, "pytorch_model.bin")
-    return next(filter(Path.is_file, files), files[-1])
+def weights_files(path):
+    """The files that contain the weights: `path` itself, or one or several in a BERT's folder."""
+    for name in ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin",
+                 "pytorch_model-*-of-*.bin"):
+        files = sorted(Path(path).glob(name))
+        if files:
+            return files
+    return [Path(path)]
+
+def check_start(file):
+    """Raises ValueError for what Git or a browser may have left in place of a file."""
+    with open(file, "rb") as stream:
+        start = stream.read(20)
+    if start == b"version https://git-":
+        raise ValueError(f"{file.name} is a Git LFS pointer, not the file itself; run git lfs pull")
+    if file.suffix == ".bin" and not start.startswith((b"PK", b"\x80\x02")):
+        raise ValueError(f"{file.name} is no PyTorch file, it begins with {start}")
 
 def read_weights(path, config):
-    """(config, state): `config` with the sizes of these weights, and {our name: tensor}. May raise
-    any exception; tome.read_published turns it into one sentence."""
-    read = read_bert if Path(path).is_dir() else read_flax
-    config, tensors = read(Path(path), config)
+    """(config, state): `config` with the sizes of these weights, and {our name: tensor}."""
+    path = Path(path)
+    if path.is_dir() and path in weights_files(path):
+        raise ValueError("it contains neither model.safetensors nor pytorch_model.bin")
+    if path.is_file() and path.suffix in (".safetensors", ".bin"):
+        raise ValueError("give the whole folder of a BERT, not one of its files")
+    for file in (*weights_files(path), *path.glob("*.json"), *path.glob("vocab.txt")):
+        check_start(file)
+    config, tensors = (read_bert if path.is_dir() else read_flax)(path, config)
     state = {}
     for name, tensor in tensors.items():
-        for ours, *others in WEIGHT_NAMES:
-            for theirs in others:
-                name = name.replace(theirs, ours)
+        place, module, parameter = re.fullmatch(
+            r"(.*layers\.\d+\.|.*memory_attention\.)?(?:(.*)\.)?(.*)", name).groups("")
+        if module in OUR_MODULE:
+            name = f"{place}{OUR_MODULE[module]}.{PARAMETER.get(parameter, parameter)}"
+            if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                raise ValueError(f"{name} has other values than finite floating-point numbers")
         state[name] = tensor.float()
-    # Ours has one matrix for the queries, keys and values of self-attention.
+    if torch.equal(state["embeddings.word.weight"], state.get("mlm.weight", torch.empty(0))):
+        del state["mlm.weight"]                     # a copy: the head is tied to the embeddings
+    # Here one matrix makes the queries, keys and values of self-attention.
     for query in [name for name in state if ".attention.query." in name]:
         parts = [state.pop(query.replace("query", part)) for part in ("query", "key", "value")]
         state[query.replace("query", "qkv")] = torch.cat(parts)
-    # Their z of eq. 10 is made by two linear maps, one after the other. Ours is their product.
-    if "answer.linear.weight" in state:
-        second = state["answer.linear.weight"]
-        state["answer.linear.weight"] = second @ state.pop("coref.linear.weight")
-        state["answer.linear.bias"] += second @ state.pop("coref.linear.bias")
+    # Their query of eq. 10 is made by two linear maps, one after the other; ours is their product.
+    if "entity_query.linear.weight" in state:
+        second = state["entity_query.linear.weight"]
+        state["entity_query.linear.weight"] = second @ state.pop("coref.linear.weight")
+        state["entity_query.linear.bias"] += second @ state.pop("coref.linear.bias")
     layers = [name for name in state if ".layers." in name and name.endswith(".up.bias")]
-    config.n_initial = sum(name.startswith("initial.") for name in layers)
-    config.n_upper = len(layers) - config.n_initial
+    n_upper = [sum(name.startswith(f"blocks.{i}.") for name in layers)
+               for i in range(config.n_blocks)]
+    if len(set(n_upper)) > 1:
+        raise ValueError(f"its two blocks have {n_upper[0]} and {n_upper[1]} layers, but only "
+                         "equal depths are supported")
+    config.n_initial, config.n_upper = len(layers) - sum(n_upper), sum(n_upper)
     config.vocab_size, config.hidden = state["embeddings.word.weight"].shape
     config.max_positions = len(state["embeddings.position.weight"])
     config.intermediate = len(state["initial.layers.0.up.bias"])
@@ -259,45 +307,88 @@ def read_weights(path, config):
         config.key_dim = len(state["blocks.0.memory_attention.query.linear.bias"])
         # In the paper's code d_C = d_V.
         config.value_dim = config.coref_dim = state["blocks.0.memory_attention.up.weight"].shape[1]
+    if config.hidden % config.n_heads:
+        raise ValueError(f"{config.n_heads} heads do not divide a hidden size of {config.hidden}")
     return config, state
 
 def read_bert(folder, config):
-    """Reads config.json, and model.safetensors or pytorch_model.bin (weights only: no code in it is
-    run). The last n_upper layers go above the first memory layer (§4.1: 8 of 12)."""
-    bert = json.loads((folder / "config.json").read_text())
-    for name, ours in (("model_type", "bert"), ("position_embedding_type", "absolute"),
-                       ("layer_norm_eps", 1e-12)):
-        if bert.get(name, ours) != ours:                # RoBERTa's positions begin elsewhere
-            raise ValueError(f"its {name} is {bert[name]}, not {ours}")
-    tokenizer = folder / "tokenizer_config.json"
-    if tokenizer.exists() and not json.loads(tokenizer.read_text()).get("do_lower_case", True):
-        raise ValueError("its vocabulary is cased, and texts are read in lower case")
+    """(config, tensors) of a BERT. Its last n_upper layers go above the first memory layer (§4.1:
+    8 of 12)."""
+    bert = json.loads((folder / "config.json").read_bytes())        # UTF-8, whatever the locale
+    for name, known in (("model_type", ["bert"]), ("position_embedding_type", ["absolute"]),
+                        ("layer_norm_eps", [1e-12]), ("hidden_act", list(GELU))):
+        if bert.setdefault(name, known[0]) not in known:    # RoBERTa's positions begin elsewhere
+            raise ValueError(f"its {name} is {bert[name]}, not {' or '.join(map(str, known))}")
     config = replace(config, n_blocks=1, gelu=GELU[bert["hidden_act"]],
                      n_heads=int(bert["num_attention_heads"]))
-    file = weights_file(folder)
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file         # optional: the error says if it is missing
-        tensors = load_file(file)
-    else:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    tensors = {}
+    for file in weights_files(folder):
+        tensors |= load_tensors(file)
+    # Wrappers put "module." or "_orig_mod." into names, and a model with heads "bert." before them.
+    tensors = {re.sub(r"\b(_orig_mod|\w*module)\.", "", name).removeprefix("bert."): tensor
+               for name, tensor in tensors.items() if not name.endswith("position_ids")}
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
-    places = [f"initial.layers.{i}" for i in range(n_layers - config.n_upper)]
+    places = [f"initial.layers.{i}." for i in range(n_layers - config.n_upper)]
     if not places:
         raise ValueError(f"of {n_layers} layers none is left below the {config.n_upper} of n_upper")
-    places += [f"blocks.0.transformer.layers.{i}" for i in range(config.n_upper)]
-    return config, {re.sub(r"encoder\.layer\.(\d+)", lambda layer: places[int(layer[1])],
-                           name.removeprefix("bert.")): tensor for name, tensor in tensors.items()}
+    places += [f"blocks.0.transformer.layers.{i}." for i in range(config.n_upper)]
+    places = {f"encoder.layer.{i}.": place for i, place in enumerate(places)}
+    return config, {re.sub(r"encoder\.layer\.\d+\.", lambda found: places.get(found[0], found[0]),
+                           name): tensor for name, tensor in tensors.items()}
+
+def load_tensors(file):
+    """{name: tensor} of a .safetensors file or a PyTorch file. No code in the file is run."""
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file         # optional: the error says if it is missing
+        return load_file(file)
+    try:
+        with torch.sparse.check_sparse_tensor_invariants():
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:                    # much advice around a short reason
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"a Python object, {found[1]}" if found else "something that is no tensor"
+        raise ValueError(f"{file.name} contains {what}; only tensors are read") from error
+    return {name: tensor.to_dense() for name, tensor in tensors.get("state_dict", tensors).items()
+            if isinstance(tensor, torch.Tensor)}
+
+def check_tokenizer(folder, tokenizer):
+    """Raises ValueError if a BERT's own files say that it reads text differently from `tokenizer`,
+    which data.load_tokenizer made from its vocab.txt."""
+    file, normalizer = folder / "tokenizer_config.json", tokenizer.normalizer
+    says = json.loads(file.read_bytes()) if file.is_file() else {}
+    lower, strips = normalizer.lowercase, normalizer.lowercase and normalizer.strip_accents is None
+    for name, value in (("do_lower_case", lower), ("strip_accents", strips),
+                        ("tokenize_chinese_chars", True), ("do_basic_tokenize", True),
+                        ("word_tokenizer_type", "basic")):
+        if says.get(name) not in (None, value):
+            raise ValueError(f"{file.name} says that {name} is {says[name]}, but with the words of "
+                             f"its vocab.txt only {value} is supported")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    theirs = type(tokenizer).from_file(str(file))
+    theirs.no_padding()
+    words = [word for word in tokenizer.get_vocab() if word.isalpha()]
+    for word in words[::len(words) // 1000 + 1]:
+        # the word in capitals, with an accent, beside a full stop and a Chinese sign, and twice
+        for text in (word, word.upper(), f"{word[0]}\u0301{word[1:]}", f"{word}.\u4e2d{word}",
+                     2 * word):
+            read, ours = (t.encode(text, add_special_tokens=False) for t in (theirs, tokenizer))
+            if read.ids != ours.ids:
+                raise ValueError(f"{file.name} reads {text} as {read.tokens}, but with the words "
+                                 f"of its vocab.txt only {ours.tokens} is supported")
 
 def read_flax(file, config):
-    """Reads a BATCH-TOME or TOME from a message pack: nested maps whose leaves are [shape, type,
-    bytes]; nothing else is decoded. A file `weights/step<N>` is the encoder's map;
-    `checkpoint_<N>` has the heads beside it, and an optimizer's state, which is not read."""
+    """(config, tensors) of a BATCH-TOME or TOME from a message pack: nested maps whose leaves are
+    [shape, type, bytes]; nothing else is decoded. A file `weights/step<N>` is the encoder's map.
+    `checkpoint_<N>` also contains heads and the state of an optimizer, which is not read."""
     import msgpack                                      # optional: the error says if it is missing
     tree = msgpack.unpackb(file.read_bytes())
     tree = tree.get("params", {"encoder": tree})
     tree |= tree.pop("encoder")
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
-    # What a TOME still holds of its BATCH-TOME, a third memory layer, keys and values, is not used.
+    # A TOME may still contain a third memory layer, keys and values of its BATCH-TOME. They keep
+    # their names here, so they are not used.
     if config.n_blocks == 1:
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")
@@ -316,5 +407,7 @@ def read_flax(file, config):
             tensor = tensor.flatten(0, 1)
         if name.endswith(".kernel"):                                # [in, out], [in, heads, size]
             tensor = tensor.flatten(1).T
+        for theirs, ours in PLACE.items():
+            name = name.replace(theirs, ours)
         tensors[name] = tensor.flatten() if name.endswith(".bias") else tensor
     return config, tensors

@@ -1,10 +1,7 @@
 """What a trained TOME knows, and where it knows it from (paper §4, app. B–D).
 
-    python eval.py                                  report on runs/toy
-    python eval.py --task qa                        … on the model fine-tuned on questions
-    python eval.py --ask "Who taught Oskar Jarvis?"     an answer and its sources
-    python eval.py --show 5                         what five masked mentions retrieve
-    python eval.py --plot report.png                pictures
+    python eval.py                                          the report on runs/toy
+    python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
 An accuracy alone says little about a memory. So the report compares "memory", the accuracy with the
 whole memory, with these controls:
@@ -28,6 +25,7 @@ import shlex
 import sys
 import textwrap
 import warnings
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -136,8 +134,7 @@ def names_in(corpus):
     return data.name_index(corpus.entity_names)
 
 def text_batch(opened, text):
-    """(Batch of one typed text, {number of a mention: its words}); number -1: a question's answer.
-    """
+    """(Batch of one typed text, {number of a mention: its words}); -1 is a question's answer."""
     example = example_of(opened.run, text)
     batch = train.examples_batch(opened.run, opened.task, [example]).to(opened.run.device)
     words = {i: example.text[m.start:m.end] for i, m in enumerate(example.mentions)}
@@ -270,7 +267,7 @@ def interval(values, groups, n_draws=1000):
     groups as there are, drawn with replacement. values (n,); groups (n,): values of one group are
     not independent. None below 30 groups, where this interval is too narrow, and where all values
     are equal."""
-    _, group = np.unique(groups, return_inverse=True)
+    values, (_, group) = np.asarray(values, float), np.unique(groups, return_inverse=True)
     size, total = np.bincount(group), np.bincount(group, values)
     if len(size) < 30 or np.ptp(values) == 0:
         return None
@@ -365,9 +362,10 @@ def draw_run(figure, opened, blocks):
 def draw_training(axis, run, blocks):
     """Masked tokens predicted correctly, and the attention of masked mentions on memories of their
     entity, over the steps in log.jsonl."""
-    lines = (run.out / "log.jsonl").read_text("utf-8").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]    # none that was cut off
-    steps, points, end = [], [], 0
+    records, steps, points, end = [], [], [], 0
+    for line in (run.out / "log.jsonl").read_text("utf-8").splitlines():
+        with suppress(ValueError):                  # a crash may have cut a line off
+            records.append(json.loads(line))
     for stages in (["batch-tome"], ["tome", f"tome-{blocks}"]):
         # Of equal steps, after a crash, the last one.
         found = {r["step"]: r for r in records if r["stage"] in stages and "seen" in r}
@@ -474,9 +472,8 @@ def say_table(rows, width=80):
 
 def say_sources(title, sources):
     """Prints memories, each with its weight."""
-    train.say(f"  {title}")
-    for source in sources:
-        train.say(f"    {source.weight:.2f}  {source.passage}")
+    lines = [f"    {source.weight:.2f}  {source.passage}" for source in sources]
+    train.say("\n".join([f"  {title}", *lines]))
 
 def say_mentions(mentions):
     """Prints, layer by layer, what each mention retrieved."""

@@ -66,6 +66,18 @@ class BatchMemory:
         """A mention never attends to its own passage (app. A). k, k_shard: MentionMemory's."""
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
+class OwnValues:
+    """Practice in reading, before there is anything to retrieve: each mention is given its own
+    value, from the unmasked text, whatever its query. values (M, d_V)."""
+    def __init__(self, values):
+        self.values = values
+
+    def attend(self, query, passage, k=None, k_shard=None):
+        """Retrieved with one memory per mention: the mention itself."""
+        weight = query.new_ones(len(query), 1)
+        itself = torch.arange(len(query), device=query.device)[:, None]
+        return Retrieved(weight, itself, torch.zeros_like(itself), weight, self.values)
+
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
     each entity, trained with the model in place of the mention memory. (There one vector is both;
@@ -239,7 +251,8 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
         mentions = (batch.row, batch.start, batch.end, batch.entity, batch.passage, batch.mention)
         row, start, end, *numbers = (x[batch.entity > 0] for x in mentions)
         with low_precision(encoder.config, device):
-            keys, values = encoder(batch.tokens, batch.attention_mask, row, start, end)
+            keys, values = encoder.encode_mentions(batch.tokens, batch.attention_mask,
+                                                   row, start, end)
         parts.append([x.cpu() for x in (keys.float(), values.float(), *numbers)])
     rows = [torch.cat(part).numpy() for part in zip(*parts)]
     order = np.argsort(rows[-1])                                    # by mention

@@ -47,7 +47,7 @@ from tqdm import tqdm
 import ann
 import data
 from data import UserError, checksum, intact, read_json, write_file, write_json
-from encoder import Config, beside, low_precision, precision_on, setting, weights_file
+from encoder import Config, beside, low_precision, precision_on, setting, weights_files
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
@@ -88,7 +88,10 @@ class Settings:
     # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
     # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
+    own_values: float = setting(0.0, (0, 1), "fraction of these steps, the last ones, in which each "
+                                "mention is given its own value")
     fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
+    fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
@@ -212,17 +215,16 @@ class BatchTOMEStage:
     def losses(self, batch, step):
         """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
         its passage says about the entity; without it TOME loses 2 to 8 points (app. B.5). Before
-        the fit it is also applied to H0, from which queries are made: a masked mention must already
-        encode there which entity it belongs to."""
-        model = self.model
-        if step < self.fit_step:
-            H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
-            H, _ = model.tome.read_blocks(H0, batch.attention_mask)
-            outputs = [H0, H]
-        else:
-            H, _ = model(batch)
-            outputs = [H]
+        the fit it is applied to what keys and queries are made from, H without a memory and H0, so
+        that a masked mention encodes in H0 which entity it belongs to."""
+        model, memory = self.model, "batch"
+        is_first_part = step < self.fit_step
+        if is_first_part:
+            is_practice = step >= self.fit_step * (1 - self.run.settings.own_values)
+            memory = "own" if is_practice else None
+        H0, alone, H, _ = model(batch, memory)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
+        outputs = [H0, alone] if is_first_part else [H]
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
                                   batch.passage) for output in outputs]
         logits = model.tome.mlm_logits(H, batch.is_target)
@@ -241,7 +243,7 @@ class BatchTOMEStage:
         batches = [data.mask_batch(data.corpus_batch(run.corpus, part), run.corpus, rng,
                                    mention_rate=0.5, token_rate=0.1).to(run.device)
                    for part in parts]
-        fit_retrieval(self.model.eval(), batches)
+        fit_retrieval(self.model.eval(), batches, bool(run.settings.fit_by_entity))
         ann.copy_from_first(self.model.parameters())
         say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
         self.model.train()
@@ -250,7 +252,7 @@ class BatchTOMEStage:
         """masked_mentions over a small memory, for speed. This stage does not train the head of
         eq. 10, so "entity" and "recall@20" mean little here."""
         rank, size = ann.rank_and_size()
-        rows = encode_passages(self.model.encoder, self.run.corpus, self.support[rank::size],
+        rows = encode_passages(self.model, self.run.corpus, self.support[rank::size],
                                self.run.device)
         memory = MentionMemory(**rows, device=self.run.device)
         return masked_mentions(self.run, self.model.tome, memory, self.eval_mentions)[0]
@@ -419,17 +421,24 @@ def optimizer_for(run, model, kind):
     damage them before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
-        is_lower = name.removeprefix("encoder.tome.").startswith(("embeddings.", "initial."))
+        is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
         scale = run.settings.lower_lr_scale if is_lower and is_lowered else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "scale": scale, "weight_decay": decay}
         groups.setdefault((scale, decay), group)["params"].append(parameter)
     return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
-def learning_rate(plan, step):
-    """Linear warm-up, then linear decay to zero."""
-    decay = (plan.steps - step) / (plan.steps - plan.warmup)
-    return plan.lr * min((step + 1) / max(plan.warmup, 1), decay)
+def learning_rate(run, plan, step):
+    """Linear warm-up, then linear decay to zero. If batch-tome practises reading (own_values), it
+    keeps its rate until the memory is switched on, and decays from half of it."""
+    start, peak = plan.warmup, plan.lr
+    if plan.kind == "batch-tome" and run.settings.own_values:
+        fit_step = int(plan.steps * run.settings.memory_from)
+        if plan.warmup <= step < fit_step:
+            return peak
+        if step >= fit_step:
+            start, peak = fit_step, peak / 2
+    return peak * min((step + 1) / max(plan.warmup, 1), (plan.steps - step) / (plan.steps - start))
 
 class Training:
     """A stage while it is trained. `progress` is what a checkpoint keeps besides tensors: the step,
@@ -462,7 +471,7 @@ class Training:
         run, plan, step = self.run, self.plan, self.progress["step"]
         rank, size = ann.rank_and_size()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(plan, step) * group["scale"]
+            group["lr"] = learning_rate(run, plan, step) * group["scale"]
         # Seeds dropout, and the choice of given memories.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
         batch_of_all = self.stage.next_batch(step)
@@ -503,7 +512,8 @@ class Training:
         say_figures(record | measured, f"{self.plan.name} {step:5d} ")
         log(self.run.out, {"stage": self.plan.name, "step": step,
                            "seconds": round(time.time() - self.began),
-                           "lr": learning_rate(self.plan, step - 1), **record, **measured})
+                           "lr": learning_rate(self.run, self.plan, step - 1), **record,
+                           **measured})
         if measured.get("score", -1.0) > progress["best_score"]:
             progress["best_score"] = measured["score"]
             self.best = {name: t.cpu().clone() for name, t in self.model.state_dict().items()}
@@ -850,7 +860,7 @@ def read_task_examples(run, plan):
 
 def with_published(run, model):
     """A BATCH-TOME with the weights of --init. Prints what these lack. Raises UserError."""
-    if checksum(weights_file(run.init)) != run.saved["init"]["weights"]:
+    if [checksum(file) for file in weights_files(run.init)] != run.saved["init"]["weights"]:
         raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
                         "made; restore them, or choose another --out")
     _, state, lacks, unused = read_published(run.init, run.config)
@@ -858,7 +868,7 @@ def with_published(run, model):
     say_of_file(run.init, lacks, unused)
     tome, corpus, quote = model.tome, run.corpus, run.tokenizer.token_to_id('"')
     if run.has_batch_tome:
-        tome.answer.load_state_dict(model.encoder.key.state_dict())     # z starts as a key
+        tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
     elif quote is not None:
         # The markers took unused entries of the vocabulary, which BERT never trained. They start as
         # the quotation mark, which also surrounds names.
@@ -890,11 +900,11 @@ def read_start(run, path):
             raise UserError(f"--start {path}: it has the vocabulary of another corpus")
     else:
         _, saved, lacks, unused = read_published(path, run.config)
-        if "encoder.key.linear.weight" in saved:
+        if "key.linear.weight" in saved:
             raise UserError(f"--start {path}: it is a BATCH-TOME; give it to --init")
         lacks = [part for part in lacks if part not in ("key", "value", "coref")]   # BATCH-TOME's
         say_of_file(path, lacks, unused)
-        saved = part_of(saved, "encoder.tome.")
+        saved = part_of(saved, "tome.")
     words = saved.get("embeddings.word.weight")
     if words is None or words.shape[1] != run.config.hidden:
         raise UserError(f"--start {path}: it contains no TOME with --hidden {run.config.hidden}")
@@ -930,8 +940,9 @@ PRESETS = {
     "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
         n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        coref_weight=0.5, entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
-        teacher_forcing_rate=0.5, mention_rate=0.5, all_of_entity=1, token_rate=0.07,
+        fit_by_entity=1, coref_weight=0.5, entity_weight=0.3, linking_weight=0.3,
+        teacher_forcing_steps=0.29, teacher_forcing_rate=0.5, mention_rate=0.5, all_of_entity=1,
+        token_rate=0.07,
         lower_lr_scale=0.25, log_every=200, save_every=100, eval_mentions=100, schedule={
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
@@ -991,11 +1002,6 @@ def values_of(path, remedy):
         except UserError as error:
             raise UserError(f"{path} is damaged: {error}") from error
 
-def check_format(saved):
-    """Raises ValueError for a file of another version."""
-    if saved["format"] != data.FORMAT:
-        raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
-
 def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
     unpickled, so a stranger's file runs no code. Raises UserError."""
@@ -1006,7 +1012,8 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         about = json.loads(checkpoint["about"])
-        check_format(about)
+        if about["format"] != data.FORMAT:
+            raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
         steps = [] if about["finished"] is True else [about["step"], about["evaluated"]]
         if not all(type(step) is int for step in steps) or type(about["made_from"]) is not dict:
             raise ValueError("its steps or sources are not what they should be")
@@ -1158,7 +1165,8 @@ def read_run(out, blocks=1):
         raise missing(path, "tome")
     with values_of(path, "choose another --out"):
         saved = read_json(path)
-        check_format(saved)
+        if saved["format"] != data.FORMAT:
+            raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
         for name, keys in (("corpus", {"path", "checksum"}),
                            ("init", {"path", "vocab", "weights", "trained"})):
             if saved[name] is not None and saved[name].keys() != keys:
@@ -1193,7 +1201,7 @@ def describe_published(path, config):
     """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
     weights, and whether it is trained, as a BATCH-TOME of the paper's own code is."""
     config, state, _, _ = read_published(path, config)
-    trained, vocab = "encoder.key.linear.weight" in state, beside(path, "vocab.txt")
+    trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
         raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
                         "weights: that of bert-base-uncased)")
@@ -1206,8 +1214,8 @@ def describe_published(path, config):
                         "--stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
     names += ["key_dim", "value_dim", "coref_dim"] * trained
-    init = {"path": path, "vocab": checksum(vocab), "weights": checksum(weights_file(path)),
-            "trained": trained}
+    init = {"path": path, "vocab": checksum(vocab), "trained": trained,
+            "weights": [checksum(file) for file in weights_files(path)]}
     return init, {name: getattr(config, name) for name in names}
 
 def file_checksum(name, path):
@@ -1408,48 +1416,47 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
 def make_memory(run, corpus, folder, old_folder=None):
     """The Mention Encoder encodes the corpus (§2.1.2). old_folder: its memory before --append."""
     made_from = run.made_from("memory") | {"corpus": checksum(corpus.folder / "meta.json")}
-    build_memory(load_model(run, "batch-tome").encoder, corpus, folder, run.device,
+    build_memory(load_model(run, "batch-tome"), corpus, folder, run.device,
                  np.dtype(run.settings.memory_dtype), made_from, old_folder)
 
 def append(run, file, replace_articles):
-    """Adds a corpus file to what the model can look up, without training, as a new folder
-    appended-NNNN; training never uses it. replace_articles: articles of the file replace those of
-    the same title."""
+    """Adds a corpus file, and the memory of it, as a new folder appended-NNNN, which training never
+    uses. replace_articles: articles of the file replace those of the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
     if record in done:
         say(f"{file} was appended before, to {run.base}; nothing is left to do.")
         return
     open_memory(run)                                    # only for its errors
-    folder = run.out / f"appended-{len(done) + 1:04d}"
-    part, is_first = Path(f"{folder}.part"), ann.rank_and_size()[0] == 0
-    corpus = part / "corpus"
-    of_killed = data.open_folder(corpus, "tokenised corpus") if corpus.exists() else {}
-    ann.barrier()                                       # all have read what is there
-    if is_first and of_killed.get("appended") != [*done, record]:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        data.sync_folder(run.out)
-        say_unknown_words(run, file)
-        make_corpus(run, file, corpus, run.corpus, replace_articles, [*done, record])
+    folder, is_first = run.out / f"appended-{len(done) + 1:04d}", ann.rank_and_size()[0] == 0
+    part = Path(f"{folder}.part")
+    if is_first:
+        append_corpus(run, file, part, replace_articles, [*done, record])
     ann.barrier()
-    new = data.Corpus(corpus)
+    new, n = data.Corpus(part / "corpus"), len(run.corpus.article)
     if not (part / "memory").exists():
         make_memory(run, new, part / "memory", run.base / "memory")
     if is_first:
         os.rename(part, folder)
         data.sync_folder(run.out)
     ann.barrier()
-    n = len(run.corpus.article)
     say(f"{len(new.article) - n:,} passages of {file} added to {n:,}.")
 
-def say_unknown_words(run, file):
-    """Prints words of the file that are not in the vocabulary: the model never saw them."""
+def append_corpus(run, file, part, replace_articles, appended):
+    """Makes the corpus of --append, unless a killed command left it there. Prints words that the
+    model never saw in training."""
+    corpus = part / "corpus"
+    if corpus.exists() and data.open_folder(corpus, "tokenised corpus")["appended"] == appended:
+        return
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    data.sync_folder(run.out)
     unknown = data.unknown_words(run.tokenizer, (text.text for text in data.read_corpus(file)))
     if unknown:
         shown = ", ".join(unknown[:10]) + (", …" if len(unknown) > 10 else "")
         say(f"{file}: {len(unknown):,} words are not in the vocabulary, so names that contain them "
             f"are hardly recognised: {shown}")
+    make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
     """Appends a line to log.jsonl, durably. After a crash a step can occur twice, with the same
@@ -1639,7 +1646,8 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """Runs the stages up to the one named that are not finished; then appends."""
+    """Runs the stages up to the one named that are not finished; then appends. Returns the Plan of
+    the last one."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
     ann.barrier()               # the first process has made what --from asks for
@@ -1663,16 +1671,15 @@ def train(args):
         folder = run.appended() / "memory"
         n = data.open_folder(folder, "memory", wanted=lambda name: False)["n"]
         say(f"memory: {n:,} linked mentions in {folder}.")
+    return plans[-1]
 
-def report(args):
+def report(args, plan):
     """Runs eval.py on the result; returns its exit status. Several processes only print the
     command: a memory that fills them all may be too large for one."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
-    run = read_run(args.out, args.blocks)
-    n_search = run.checkpoint(run.plan(args.task or args.stage))["about"]["n_search"]
-    if n_search:
-        flags.append(f"--n-search={n_search}")
+    if plan.n_search:
+        flags.append(f"--n-search={plan.n_search}")
     if ann.rank_and_size()[1] > 1:
         say(f"Finished; python eval.py {' '.join(flags)} shows what was learned.")
         return 0
@@ -1692,9 +1699,9 @@ def main(argv=None):
             if is_first:
                 inherit(args)
             with alone_in(args.out) if is_first else nullcontext():
-                train(args)
+                plan = train(args)
             if args.stage in ("tome", "finetune") and not args.quiet:
-                status = report(args)
+                status = report(args, plan)
     except KeyboardInterrupt as stop:
         say(f"{str(stop) or 'Stopped'}; the same command continues from there.")
         status = 130

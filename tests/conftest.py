@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -8,34 +9,46 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)      # the tests are small: a second thread costs more than it brings
-signal.signal(signal.SIGINT, signal.default_int_handler)      # a job in the background starts with Ctrl-C ignored
-
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a background job ignores Ctrl-C
 
 MATMUL = getattr(torch.backends.mkldnn, "matmul", None)
 PRECISION = getattr(MATMUL, "fp32_precision", None)
 
-
 @pytest.fixture(autouse=True)
 def plain_matmul():
-    """train.main and train.open_run set oneDNN (train.fast_matmul): not for the next test."""
+    """Undoes train.fast_matmul, which train.main and train.open_run call, for the next test."""
     if PRECISION is not None:
         MATMUL.fp32_precision = PRECISION
     yield
 
-
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: trains something; left out by -m 'not slow'")
 
-
 @pytest.fixture(scope="session")
 def small_world(tmp_path_factory):
-    """A corpus file of 60 subjects of the toy world, with a few unseen ones: enough to train on for a few steps."""
+    """A corpus file of 60 subjects of the toy world, with ten unseen ones."""
     import data
     lines, _ = data.toy_world(seed=3)
-    titles = {kind: sorted({line["title"] for line in lines if line["split"] == kind and line["title"] not in seen})
-              for seen, kind in (((), "train"),)}
-    unseen = sorted({line["title"] for line in lines} - set(titles["train"]))
-    keep = set(titles["train"][:60] + unseen[:10])
+    seen = {line["title"] for line in lines if line["split"] == "train"}
+    unseen = {line["title"] for line in lines} - seen
+    keep = {*sorted(seen)[:60], *sorted(unseen)[:10]}
     path = tmp_path_factory.mktemp("world") / "corpus.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["title"] in keep))
     return path
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """A run of all stages and two appends, as each stage found it and left it (tests/faults.py)."""
+    import faults
+    return faults.Reference(tmp_path_factory.mktemp("faults") / "reference")
+
+@pytest.fixture
+def small(monkeypatch):
+    """The very small model, shards and toy world of tests/faults.py in this process."""
+    import faults
+    faults.shrink(monkeypatch.setattr, monkeypatch.setitem)
+
+@pytest.fixture
+def done(reference, small, tmp_path):
+    """A copy of the run after everything, to be changed."""
+    return Path(shutil.copytree(reference.whole, tmp_path / "run"))

@@ -8,11 +8,14 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 import data
@@ -151,7 +154,7 @@ def write_corpus(path):
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
     config, state, lacks, _ = read_published(folder, Config(dropout=0.0, n_upper=2))
-    state = part_of(state, "encoder.tome.")
+    state = part_of(state, "tome.")
     embeddings, block = Embeddings(config), TransformerBlock(config, config.n_initial + config.n_upper)
     embeddings.load_state_dict(part_of(state, "embeddings."))
     for i, layer in enumerate(block.layers):
@@ -198,6 +201,244 @@ def test_a_checkpoint_of_any_published_layout_gives_berts_hidden_states(tmp_path
     assert (head is None) == (not mlm)
     if mlm:
         torch.testing.assert_close(head(H, embeddings.word.weight)[mask], logits[mask], atol=2e-5, rtol=0)
+
+
+class Malicious:
+    """Unpickling it would make a file."""
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def change(**values):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({**DIMS, **values}))
+
+
+def without(key):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({k: v for k, v in DIMS.items() if k != key}))
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def other_tensors(edit):
+    """The weights after edit(tensors)."""
+    def damage(folder):
+        tensors = random_bert()
+        edit(tensors)
+        write_bert(folder, tensors)
+    return damage
+
+
+def only_bin(content):
+    return lambda folder: (folder / "pytorch_model.bin").write_bytes(content(folder) if callable(content) else content)
+
+
+def legacy_pickle(folder):
+    return pickle.dumps(Malicious(folder / "harm"), protocol=2)
+
+
+def zipped_pickle(folder):
+    torch.save({"embeddings": Malicious(folder / "harm")}, folder / "other")
+    return (folder / "other").read_bytes()
+
+
+def whole_model(folder):
+    torch.save(torch.nn.Linear(2, 2), folder / "other")
+    return (folder / "other").read_bytes()
+
+
+def in_two(folder):
+    """The tensors of the folder's pytorch_model.bin in two files and an index, as large models are published."""
+    tensors, names = torch.load(folder / "pytorch_model.bin"), [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    for i, name in enumerate(names):
+        torch.save({key: tensors[key] for key in [*tensors][i::2]}, folder / name)
+    index = {"weight_map": {key: names[i % 2] for i, key in enumerate(tensors)}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "pytorch_model.bin").unlink()
+
+
+def half_a_bin(folder):
+    torch.save(random_bert(), folder / "other")
+    return (folder / "other").read_bytes()[:5000]
+
+
+def rename(change):
+    """Writes the folder's pytorch_model.bin again with other names of tensors."""
+    def edit(folder):
+        tensors = torch.load(folder / "pytorch_model.bin")
+        torch.save({change(name): tensor for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
+    return edit
+
+
+def edit_bin(change):
+    """Writes the folder's pytorch_model.bin again as change(tensors)."""
+    return lambda folder: torch.save(change(torch.load(folder / "pytorch_model.bin")), folder / "pytorch_model.bin")
+
+
+def sparse(tensors):
+    return {name: x.to_sparse() if "output.dense.weight" in name else x for name, x in tensors.items()}
+
+
+def with_copies(tensors):
+    """As some versions of transformers save a head: tied word embeddings again, and the bias under another name."""
+    bias = tensors.pop("cls.predictions.bias")
+    return tensors | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"],
+                      "cls.predictions.decoder.bias": bias}
+
+
+WRITTEN_OTHERWISE = {
+    "module.": rename(lambda name: "module." + name), "_orig_mod.": rename(lambda name: "_orig_mod." + name),
+    "both": rename(lambda name: "module._orig_mod." + name),
+    "inside": rename(lambda name: name.replace("layer.1.", "layer.1._checkpoint_wrapped_module.")),
+    "in two files": in_two, "in a checkpoint of a training": edit_bin(lambda tensors: {"epoch": 3, "state_dict": tensors}),
+    "sparse": edit_bin(sparse), "with copies": edit_bin(with_copies),
+    "a config in UTF-8": change(id2label={"0": "\u00dcberraschung"}), "gelu_python": change(hidden_act="gelu_python"),
+}
+
+
+@pytest.mark.parametrize("otherwise", WRITTEN_OTHERWISE.values(), ids=WRITTEN_OTHERWISE)
+def test_a_bert_that_is_written_otherwise_gives_the_same_weights(tmp_path, otherwise):
+    folder = write_bert(tmp_path)
+    config, state, lacks, unused = read_published(folder, Config(n_upper=2))
+    otherwise(folder)
+    again = read_published(folder, Config(n_upper=2))
+    assert (again[0], *again[2:]) == (config, lacks, unused) and unused == ["pooler"]
+    assert state.keys() == again[1].keys()
+    assert all(torch.equal(tensor, again[1][name]) for name, tensor in state.items())
+
+
+def test_a_tensor_that_is_not_used_is_named(tmp_path):
+    folder = write_bert(tmp_path)
+    more = {"bert.encoder.layer.1.attention.self.distance_embedding.weight": torch.ones(3, 3), "cls.seq_relationship.bias":
+            torch.ones(2), "cls.predictions.decoder.weight": torch.ones(len(VOCAB), 12)}
+    edit_bin(lambda tensors: tensors | more)(folder)
+    unused = read_published(folder, Config(n_upper=2))[3]
+    assert unused == ["blocks.0.transformer.layers.0.attention.self.distance_embedding.weight", "cls", "mlm.weight", "pooler"]
+
+
+def test_files_of_a_bert_are_read_as_utf_8_whatever_the_locale(tmp_path):
+    folder = write_bert(tmp_path)
+    (folder / "config.json").write_text(json.dumps({**DIMS, "id2label": {"0": "\u00dcberraschung"}}, ensure_ascii=False), "utf-8")
+    (folder / "tokenizer_config.json").write_text('{"name_or_path": "\u00fc"}', "utf-8")
+    program = ("import sys, locale, tome, encoder\nassert 'utf' not in locale.getpreferredencoding(False).lower()\n"
+               "tome.read_published(sys.argv[1], encoder.Config(n_upper=2))")
+    plain = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    assert subprocess.run([sys.executable, "-c", program, str(folder)], env=plain, cwd=root).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a BERT reads text
+
+
+CASED = [c.upper() for c in LETTERS] + ["Paris", "##S"]
+ACCENTS = ["\u00fc", "z\u00fcrich", "##\u00e9"]
+
+
+def vocabulary(folder, *words):
+    (folder / "vocab.txt").write_text("\n".join([*VOCAB, *words]) + "\n", "utf-8")
+    return data.load_tokenizer(folder / "vocab.txt")
+
+
+def tokens(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False).tokens
+
+
+def test_the_vocabulary_tells_whether_a_bert_reads_capitals_and_accents(tmp_path):
+    text = "Paris Z\u00fcrich ab"
+    spelled = ["z", "##u", "##r", "##i", "##c", "##h"]
+    plain = tokens(vocabulary(tmp_path), text)
+    assert plain == ["p", "##a", "##r", "##i", "##s", *spelled, "a", "##b"]
+    assert tokens(vocabulary(tmp_path, *CASED), text) == ["Paris", "[UNK]", "a", "##b"]        # no word has this accent
+    assert tokens(vocabulary(tmp_path, *ACCENTS), text) == ["p", "##a", "##r", "##i", "##s", "z\u00fcrich", "a", "##b"]
+    assert tokens(vocabulary(tmp_path, *CASED, *ACCENTS, "Z\u00fcrich"), text) == ["Paris", "Z\u00fcrich", "a", "##b"]
+    stray = vocabulary(tmp_path, *(f"w{i}" for i in range(2000)), "I", "\u00fc")              # as BERT's Chinese words
+    assert tokens(stray, text) == plain
+
+
+def test_a_vocabulary_that_is_trained_here_is_read_back_in_lower_case_and_without_accents(tmp_path):
+    """Of any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
+    texts = ["\u1f08\u03b8\u03ae\u03bd\u03b1\u03b9 \u0419\u043e\u0448\u043a\u0430\u0440 \u0130stanbul "
+             "\u0939\u093f\u0902\u0926\u0940 \u0645\u064e\u0643\u0651\u0629 \ud55c\uad6d Vi\u1ec7t \u10d7\u10d1 \u2160 \u212b \u1e9e \u01c5"]
+    trained = data.train_tokenizer(texts, 500)
+    number = trained.get_vocab()
+    (tmp_path / "vocab.txt").write_text("\n".join(sorted(number, key=number.get)), "utf-8")
+    again = data.load_tokenizer(tmp_path / "vocab.txt")
+    assert tokens(again, texts[0]) == tokens(trained, texts[0]) and "[UNK]" not in tokens(trained, texts[0])
+
+
+def test_an_empty_or_repeated_line_of_a_vocabulary_keeps_its_number_and_the_last_of_equals_is_read(tmp_path):
+    tokenizer = vocabulary(tmp_path, "ab", "", "cd", "ab", "")
+    assert tokenizer.get_vocab_size() == len(VOCAB) + 5
+    assert tokenizer.encode("ab cd", add_special_tokens=False).ids == [len(VOCAB) + 3, len(VOCAB) + 2]
+    corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
+    assert corpus.vocab_size == len(VOCAB) + 5 and corpus.tokenizer.get_vocab() == tokenizer.get_vocab()
+
+
+def fast(folder, edit=lambda tokenizer: None, words=VOCAB, **normalizer):
+    """Writes the folder's tokenizer.json, as the library `tokenizers` makes it for a BERT."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**normalizer)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens([word for word in words if word.startswith("[") and "unused" not in word])
+    tokenizer.enable_padding(length=128)
+    edit(tokenizer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def spaces(tokenizer):
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+
+
+def says(**values):
+    return write("tokenizer_config.json", json.dumps(values).encode())
+
+
+AGREE = {
+    "nothing": ([], lambda folder: None), "uncased": ([], says(do_lower_case=True, strip_accents=None)),
+    "strips": ([], says(strip_accents=True)), "cased": (CASED, says(do_lower_case=False)),
+    "keeps": (ACCENTS, says(do_lower_case=True, strip_accents=False)), "keeps, unsaid": (ACCENTS, says(do_lower_case=True)),
+    "fast": ([], lambda folder: fast(folder)), "fast, said again": ([], lambda folder: fast(folder, strip_accents=True)),
+    "fast, cased": (CASED, lambda folder: fast(folder, words=[*VOCAB, *CASED], lowercase=False)),
+    "fast, keeps": (ACCENTS, lambda folder: fast(folder, words=[*VOCAB, *ACCENTS], strip_accents=False))}
+DIFFER = {
+    "cased": ([], says(do_lower_case=False), "says that do_lower_case is False, but"),
+    "uncased": (CASED, says(do_lower_case=True), "says that do_lower_case is True, but"),
+    "keeps": ([], says(strip_accents=False), "says that strip_accents is False, but"),
+    "strips": (ACCENTS, says(strip_accents=True), "says that strip_accents is True, but"),
+    "signs": ([], says(tokenize_chinese_chars=False), "says that tokenize_chinese_chars is False, but"),
+    "Japanese": ([], says(word_tokenizer_type="mecab"), "says that word_tokenizer_type is mecab, but"),
+    "fast, cased": ([], lambda folder: fast(folder, lowercase=False), "tokenizer.json reads"),
+    "fast, uncased": (CASED, lambda folder: fast(folder, words=[*VOCAB, *CASED]), "tokenizer.json reads"),
+    "fast, keeps": ([], lambda folder: fast(folder, strip_accents=False), "tokenizer.json reads"),
+    "fast, signs": ([], lambda folder: fast(folder, handle_chinese_chars=False), "tokenizer.json reads"),
+    "fast, spaces": ([], lambda folder: fast(folder, spaces), "tokenizer.json reads"),
+    "fast, other words": ([], lambda folder: fast(folder, words=[*VOCAB[:7], *VOCAB[:6:-1]]), "tokenizer.json reads"),
+    "fast, no JSON": ([], write("tokenizer.json", b"{"), "cannot be read as a BERT")}
+
+
+@pytest.mark.parametrize("words, edit", AGREE.values(), ids=AGREE)
+def test_a_bert_whose_files_agree_on_how_it_reads_text_is_read(tmp_path, words, edit):
+    vocabulary(write_bert(tmp_path), *words)
+    edit(tmp_path)
+    read_published(tmp_path, Config(n_upper=2))
+
+
+@pytest.mark.parametrize("words, edit, message", DIFFER.values(), ids=DIFFER)
+def test_a_bert_whose_files_say_that_it_reads_text_otherwise_is_refused(tmp_path, words, edit, message):
+    vocabulary(write_bert(tmp_path), *words)
+    edit(tmp_path)
+    with pytest.raises(data.UserError, match=message) as error:
+        read_published(tmp_path, Config(n_upper=2))
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_half_precision_weights_are_read_as_float32(tmp_path):
@@ -248,9 +489,9 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
         return coref(*args)
 
     def watched_fit(model, batches):
-        keys = model.encoder.key.linear.weight.clone()
+        keys = model.key.linear.weight.clone()
         fit(model, batches)
-        fitted.append((len(asked), not torch.equal(keys, model.encoder.key.linear.weight)))
+        fitted.append((len(asked), not torch.equal(keys, model.key.linear.weight)))
 
     def stop_after_the_third(values, file):
         if values["step"] == 4:
@@ -286,91 +527,54 @@ def test_a_corpus_cannot_be_made_again_without_the_vocabulary_of_its_bert(tmp_pa
 # What can be wrong
 
 
-class Malicious:
-    """Unpickling it would make a file."""
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def change(**values):
-    return lambda folder: (folder / "config.json").write_text(json.dumps({**DIMS, **values}))
-
-
-def without(key):
-    return lambda folder: (folder / "config.json").write_text(json.dumps({k: v for k, v in DIMS.items() if k != key}))
-
-
-def write(name, content):
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def remove(name):
-    return lambda folder: (folder / name).unlink()
-
-
-def other_tensors(edit):
-    """The weights after edit(tensors)."""
-    def damage(folder):
-        tensors = random_bert()
-        edit(tensors)
-        write_bert(folder, tensors)
-    return damage
-
-
-def only_bin(content):
-    return lambda folder: (folder / "pytorch_model.bin").write_bytes(content(folder) if callable(content) else content)
-
-
-def legacy_pickle(folder):
-    return pickle.dumps(Malicious(folder / "harm"), protocol=2)
-
-
-def zipped_pickle(folder):
-    torch.save({"embeddings": Malicious(folder / "harm")}, folder / "other")
-    return (folder / "other").read_bytes()
-
-
-def half_a_bin(folder):
-    torch.save(random_bert(), folder / "other")
-    return (folder / "other").read_bytes()[:5000]
-
-
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:68d45e\nsize 440449768\n"
 DAMAGES = {
     "no config.json": (remove("config.json"), r"No such file.*config.json"),
-    "no weights": (remove("pytorch_model.bin"), r"No such file.*pytorch_model.bin"),
+    "no weights": (remove("pytorch_model.bin"), "contains neither model.safetensors nor pytorch_model.bin"),
     "config.json is no JSON": (write("config.json", b"{"), "cannot be read as a BERT"),
     "config.json is a list": (write("config.json", b"[]"), "cannot be read as a BERT"),
-    "config.json without heads": (without("num_attention_heads"), "KeyError: 'num_attention_heads'"),
+    "config.json without heads": (without("num_attention_heads"), "it has no 'num_attention_heads'"),
     "another kind of model": (change(model_type="roberta"), "its model_type is roberta, not bert"),
     "relative positions": (change(position_embedding_type="relative_key"), "its position_embedding_type is relative_key"),
     "another epsilon": (change(layer_norm_eps=0.1), "its layer_norm_eps is 0.1, not 1e-12"),
-    "a cased vocabulary": (write("tokenizer_config.json", b'{"do_lower_case": false}'), "its vocabulary is cased"),
-    "another activation": (change(hidden_act="relu"), "relu"),
+    "another activation": (change(hidden_act="relu"), "its hidden_act is relu, not gelu or .*gelu_new"),
     "a number of heads that is no number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
+    "heads that do not divide": (change(num_attention_heads=5), "5 heads do not divide a hidden size of 12"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
                        "of 2 layers none is left below the 2 of n_upper"),
-    "a wrong shape": (other_tensors(lambda w: w.update({"pooler.dense.bias": 0, "encoder.layer.0.output.dense.bias":
-                                                        torch.zeros(3)})), "cannot be read as a BERT"),
+    "a wrong shape": (other_tensors(lambda w: w.update({"encoder.layer.0.output.dense.bias": torch.zeros(3)})),
+                      "size mismatch for tome.initial.layers.0.down.bias"),
     "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
-                            "size mismatch for encoder.tome.embeddings.position.weight"),
+                            "size mismatch for tome.embeddings.position.weight"),
     "a missing layer": (other_tensors(lambda w: [w.pop(name) for name in [*w] if "layer.1." in name]
                                       and w.update({"encoder.layer.3.intermediate.dense.bias": torch.zeros(20)})),
-                        "cannot be read as a BERT"),
+                        "it has no 'blocks.0.transformer.layers.0"),
     "a missing tensor": (other_tensors(lambda w: w.pop("encoder.layer.1.output.dense.bias")),
-                         "KeyError: 'blocks.0.transformer.layers.0.down.bias'"),
+                         "it has no 'blocks.0.transformer.layers.0.down.bias'"),
+    "no keys of attention": (other_tensors(lambda w: w.pop("encoder.layer.0.attention.self.key.bias")),
+                             "it has no 'initial.layers.0.attention.key.bias'"),
     "no word embeddings": (other_tensors(lambda w: w.pop("embeddings.word_embeddings.weight")),
-                           "KeyError: 'embeddings.word.weight'"),
-    "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "KeyError: 'mlm.bias'"),
-    "a .bin that is none": (only_bin(b"not a checkpoint"), "cannot be read as a BERT"),
-    "an empty .bin": (only_bin(b""), "cannot be read as a BERT"),
+                           "it has no 'embeddings.word.weight'"),
+    "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "it has no 'mlm.bias'"),
+    "whole numbers": (other_tensors(lambda w: w.update({"encoder.layer.1.output.dense.weight": torch.ones(12, 20).char()})),
+                      "down.weight has other values than finite floating-point numbers"),
+    "numbers that are none": (other_tensors(lambda w: w["embeddings.word_embeddings.weight"].fill_(math.nan)),
+                              "embeddings.word.weight has other values than finite"),
+    "a sparse tensor beyond its shape": (other_tensors(lambda w: w.update({"embeddings.word_embeddings.weight":
+        torch.sparse_coo_tensor([[0], [10 ** 9]], [1.0], (len(VOCAB), 12), check_invariants=False)})), "cannot be read as a BERT"),
+    "a .bin that is none": (only_bin(b"not a checkpoint"), "pytorch_model.bin is no PyTorch file, it begins with b'not a check"),
+    "a .bin that is a page": (only_bin(b"<!DOCTYPE html>"), "pytorch_model.bin is no PyTorch file, it begins with b'<!DOCTYPE html>'"),
+    "an empty .bin": (only_bin(b""), "pytorch_model.bin is no PyTorch file, it begins with b''"),
     "a truncated .bin": (only_bin(half_a_bin), "cannot be read as a BERT"),
     "a .bin of a list": (only_bin(lambda folder: torch.save([1], folder / "x") or (folder / "x").read_bytes()),
                          "cannot be read as a BERT"),
-    "a malicious .bin": (only_bin(legacy_pickle), "cannot be read as a BERT"),
-    "a malicious zipped .bin": (only_bin(zipped_pickle), "cannot be read as a BERT"),
+    "a malicious .bin": (only_bin(legacy_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
+    "a malicious zipped .bin": (only_bin(zipped_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
+    "a whole model in a .bin": (only_bin(whole_model), "contains a Python object, torch.nn.modules.linear.Linear; only tensors"),
+    "one file missing of two": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
+                                "it has no '|of 2 layers none is left|of 1 layers none is left"),
+    **{f"a pointer of Git LFS, {name}": (write(name, LFS), f"{name} is a Git LFS pointer, not the file itself; run git lfs pull")
+       for name in ("pytorch_model.bin", "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
 }
 
 
@@ -410,7 +614,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     assert train.main(command) == 0
     assert "has no weights of blocks.0.memory_attention, mlm" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
-    assert model["encoder.tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
+    assert model["tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
     tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "vocab.txt")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
     (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
@@ -422,7 +626,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
 def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, capsys):
     assert train.main(["--stage", "batch-tome", "--init", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "config.json" in error
+    assert error.count("\n") == 1 and "neither model.safetensors nor" in error
     assert not (tmp_path / "run").exists()
 
 
@@ -477,7 +681,7 @@ def n_parameters(*modules):
 def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks):
     settings, config = train.settings_of(train.NEW_RUN | {"preset": "base", "blocks": n_blocks})
     model = BatchTOME(TOME(config))
-    tome, encoder = model.tome, model.encoder
+    tome, encoder = model.tome, model
     assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]
     # "Consistent with retrieve-and-read, we count the parameters of the Mention Encoder and TOME, but not the size of
     # the non-trainable and sparsely accessed Mention Memory" (§4.2). Once BATCH-TOME is trained the two are two: the
@@ -509,7 +713,7 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     optimizer.step()
     assert torch.isfinite(loss)
     unmoved = {name for (name, p), old in zip(model.named_parameters(), before) if torch.equal(p, old)}
-    assert unmoved == {name for name, _ in model.named_parameters() if "answer" in name or "claim" in name}
+    assert unmoved == {name for name, _ in model.named_parameters() if "entity_query" in name or "claim" in name}
 
 @pytest.mark.parametrize("init, kind, lower", [(None, "batch-tome", 1), (None, "tome", 1), ("BERT", "tome", .25),
                                               (None, "qa", .25), (None, "claims", .25)])

@@ -108,7 +108,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             by_hand["claims"].append(-float(logits.detach().log_softmax(0)[label]))
             continue
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
-        z = model.answer.linear.weight @ ends + model.answer.linear.bias
+        z = model.entity_query.linear.weight @ ends + model.entity_query.linear.bias
         for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", asked[-1][mention], loaded.config.k)):
             by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
     for name, losses in by_hand.items():
@@ -296,6 +296,7 @@ def test_below_30_groups_or_without_any_difference_there_is_no_interval():
     assert evaluation.interval(values, np.arange(90) % 29) is None
     assert evaluation.interval(values, np.arange(90) % 31) is not None
     assert evaluation.interval(np.ones(90), np.arange(90)) is None
+    assert evaluation.interval((values == 1).tolist(), range(90)) == evaluation.interval(values, np.arange(90))
 
 def test_a_true_and_a_false_claim_about_one_fact_are_one_group_of_the_interval(run, monkeypatch):
     loaded = train.open_run(run, "claims", blocks=2)

@@ -84,7 +84,7 @@ def exported(state, config):
         arrays[f"{theirs}/scale"] = state[f"{ours}.weight"]
         arrays[f"{theirs}/bias"] = state[f"{ours}.bias"]
 
-    tome = "encoder.tome."
+    tome = "tome."
     for ours, theirs in (("word", "token"), ("position", "position"), ("segment", "segment")):
         weight = state[f"{tome}embeddings.{ours}.weight"]
         arrays[f"embedder/embedders_{theirs}_ids/embedding"] = weight
@@ -115,13 +115,13 @@ def exported(state, config):
         linear(f"{ours}.query.linear", f"{theirs}/query_projector")
         linear(f"{ours}.up", f"{theirs}/update_layer/retrieval_projector")
         norm(f"{ours}.norm", f"{theirs}/update_layer/layer_norm")
-    if "encoder.key.linear.weight" in state:
-        linear("encoder.key.linear", "memory_extraction_layer/key_projector")
-        linear("encoder.value.linear", "memory_extraction_layer/value_projector")
+    if "key.linear.weight" in state:
+        linear("key.linear", "memory_extraction_layer/key_projector")
+        linear("value.linear", "memory_extraction_layer/value_projector")
         linear("coref.linear", "mention_projector")
     else:
         more = config.coref_dim - config.key_dim
-        W, b = (state[f"{tome}answer.linear.{end}"] for end in ("weight", "bias"))
+        W, b = (state[f"{tome}entity_query.linear.{end}"] for end in ("weight", "bias"))
         state["first.weight"] = np.pad(W, ((0, more), (0, 0)))
         state["first.bias"] = np.pad(b, (0, more))
         linear("first", "mention_projector")
@@ -138,14 +138,14 @@ def random_batch_tome(n_upper=2):
                     dropout=0.0, init_std=0.2)
     state = BatchTOME(TOME(config)).state_dict()
     return config, {name: tensor for name, tensor in state.items()
-                    if not name.startswith(("encoder.tome.mlm", "encoder.tome.claim",
-                                            "encoder.tome.answer"))}
+                    if not name.startswith(("tome.mlm", "tome.claim",
+                                            "tome.entity_query"))}
 
 def random_tome(n_blocks):
     config, _ = random_batch_tome(4)
     config.n_blocks = n_blocks
     state = TOME(config).state_dict()
-    return config, {f"encoder.tome.{name}": tensor for name, tensor in state.items()
+    return config, {f"tome.{name}": tensor for name, tensor in state.items()
                     if not name.startswith(("mlm", "claim"))}
 
 
@@ -175,11 +175,11 @@ def model_of(file, arrays):
     config, state, _, unused = read_published(FLAX / file, Config(k=8, k_answer=16, dropout=0.0))
     model = BatchTOME(TOME(config)).eval()
     head = "param/mlm_layer/"
-    state = {"encoder.tome.mlm.dense.weight": arrays[head + "dense/kernel"].T,
-             "encoder.tome.mlm.dense.bias": arrays[head + "dense/bias"],
-             "encoder.tome.mlm.norm.weight": arrays[head + "layer_norm/scale"],
-             "encoder.tome.mlm.norm.bias": arrays[head + "layer_norm/bias"],
-             "encoder.tome.mlm.bias": arrays[head + "bias"]} | state
+    state = {"tome.mlm.dense.weight": arrays[head + "dense/kernel"].T,
+             "tome.mlm.dense.bias": arrays[head + "dense/bias"],
+             "tome.mlm.norm.weight": arrays[head + "layer_norm/scale"],
+             "tome.mlm.norm.bias": arrays[head + "layer_norm/bias"],
+             "tome.mlm.bias": arrays[head + "bias"]} | state
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     return model, config, unused, missing
@@ -197,18 +197,18 @@ def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(fi
     z = arrays_of("batch_tome")
     model, config, unused, missing = model_of(file, z)
     assert not unused and (config.n_blocks, config.n_initial, config.n_upper) == (1, 2, 2)
-    assert {name.split(".")[2] for name in missing} == {"claim", "answer"}
+    assert {name.split(".")[1] for name in missing} == {"claim", "entity_query"}
     batch, targets = batch_of(z), z["in/mention_target_weights"] > 0
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
     spans = batch.row[linked], batch.start[linked], batch.end[linked]
     first, _ = model.tome(batch.tokens, mask)
     close("BATCH-TOME", first[mask], z["allow/final_encoding_first"][mask])
-    keys, values = model.encoder(batch.tokens, mask, *spans)
+    keys, values = model.encode_mentions(batch.tokens, mask, *spans)
     close("BATCH-TOME", keys, z["allow/memory_keys"][targets])
     close("BATCH-TOME", values, z["allow/memory_values"][targets])
     for case, memory in (("allow", AnyPassage), ("disallow_fixed", BatchMemory)):
         monkeypatch.setattr("tome.BatchMemory", memory)
-        H, (found,) = model(batch)
+        _, _, H, (found,) = model(batch)
         theirs = z[f"{case}/memory_attention_weights"][real][:, targets]
         close("BATCH-TOME", found.weights, theirs)
         entity = z[f"{case}/top_entity_ids"][real][:, targets]
@@ -227,7 +227,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     z = arrays_of(name)
     model, config, unused, missing = model_of(f"{name}/weights/step3", z)
     left_over = ["memory_attention_layer", "memory_extraction_layer"] if blocks == 2 else []
-    assert unused == left_over and not any("answer" in name for name in missing)
+    assert unused == left_over and not any("entity_query" in name for name in missing)
     assert (config.n_blocks, config.n_initial, config.n_upper) == (blocks, 2, 2 * blocks)
     tome, batch, memory = model.tome, batch_of(z), memory_of(z)
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
@@ -245,7 +245,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     close(name, H[mask], z["allow/encoding"][mask])
     logits = tome.mlm_logits(H, targets_of(z)[0])
     close(name, logits, z["allow/mlm_logits"][z["in/mlm_target_weights"] > 0])
-    query = tome.answer(H, batch.row[linked], batch.start[linked], batch.end[linked])
+    query = tome.entity_query(H, batch.row[linked], batch.start[linked], batch.end[linked])
     answer = memory.retrieve(query, batch.passage[linked], 16, 16)
     assert torch.equal(answer.ids, z["allow/final_top_memory_ids"][targets].long())
     weights = attention_weights(answer.scores)
@@ -293,9 +293,37 @@ def test_a_training_checkpoint_has_heads_beside_and_an_optimizer_around_it(tmp_p
     (tmp_path / "checkpoint_3").write_bytes(pack(arrays))
     _, again, _, unused = read_published(tmp_path / "checkpoint_3", config)
     assert unused == ["linear_classifier"]
-    kernel = again["encoder.tome.mlm.dense.weight"].numpy()
+    kernel = again["tome.mlm.dense.weight"].numpy()
     assert np.array_equal(kernel, arrays["params/mlm_layer/dense/kernel"].T)
 
+
+@pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
+def test_a_tome_2_whose_blocks_differ_in_depth_is_refused_with_both_depths(depths, tmp_path):
+    """The public code's own test has blocks of 1 and 2 layers."""
+    config, state = random_tome(2)
+    config.n_upper = 2 * max(depths)
+    state = {f"tome.{name}": tensor for name, tensor in TOME(config).state_dict().items()
+             if not name.startswith(("mlm", "claim"))}
+    for block, depth in enumerate(depths):
+        for i in range(depth, max(depths)):
+            layer = f"tome.blocks.{block}.transformer.layers.{i}."
+            state = {name: x for name, x in state.items() if not name.startswith(layer)}
+    (tmp_path / "tome").write_bytes(pack(exported(state, config)))
+    with pytest.raises(data.UserError, match="two blocks have {} and {} layers".format(*depths)):
+        read_published(tmp_path / "tome", Config())
+
+def test_every_published_tensor_that_is_not_used_is_named(tmp_path):
+    config, state = random_batch_tome()
+    one = np.ones(3, np.float32)
+    more = {"final_encoder/layer_sequence/layers_0/mlp_block/gate/kernel": np.ones((3, 3), np.float32),
+            "memory_attention_layer/temperature": one, "embeddings_layer_norm/other": one,
+            "mention_projector/extra/bias": one, "new_head/bias": one}
+    (tmp_path / "step1").write_bytes(pack(exported(state, config) | more))
+    _, again, _, unused = read_published(tmp_path / "step1", config)
+    assert again.keys() == state.keys()
+    assert unused == ["blocks.0.memory_attention.temperature",
+                      "blocks.0.transformer.layers.0.mlp_block.gate.kernel",
+                      "embeddings.norm.other", "mention_projector", "new_head"]
 
 # ---- What can be wrong
 
@@ -312,6 +340,7 @@ TOKENS = "embedder__embedders_token_ids__embedding"
 BIAS = "mention_projector__bias"
 DAMAGES = {
     "empty": b"", "text": b"hello", "a list": msgpack.packb([1]), "no arrays": b"\x81\xa1a\x01",
+    "a pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:68\nsize 9\n",
     "a foreign tree": pack({"dense/kernel": np.ones((2, 2), np.float32)}),
     "too deep": nested(100_000), "deep enough for Python's own limit": nested(1020),
     "a bomb of lists": b"\x91" * 100_000, "a map said to be huge": b"\xdf\xff\xff\xff\xff",
@@ -407,7 +436,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
         str(out), "--blocks", str(blocks), *SMALL)
     said = capsys.readouterr().out
-    assert "has no weights of mlm, answer, claim: made fresh" in said
+    assert "has no weights of mlm, entity_query, claim: made fresh" in said
     assert "taken as trained" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["recipe"]["steps"] == saved["step"] == 0
@@ -423,7 +452,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     saved = train.read_checkpoint(out / "tome.pt")
     assert saved["recipe"]["steps"] == 0
     assert all(torch.equal(saved["model"][name], tensor)
-               for name, tensor in ((n.removeprefix("encoder.tome."), t) for n, t in tome.items()))
+               for name, tensor in ((n.removeprefix("tome."), t) for n, t in tome.items()))
     shutil.rmtree(tmp_path / "init")                            # what was taken over is not needed
     (tmp_path / "tome").unlink()
     questions = write_questions(tmp_path / "qa.jsonl")

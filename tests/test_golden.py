@@ -23,7 +23,7 @@ from tome import (TOME, BatchTOME, attention_weights, coreference_loss, entity_p
                   predict_entity)
 
 FOLDER = Path(__file__).parent / "golden"
-OUR_HEADS = {"answer", "claim"}
+OUR_HEADS = {"entity_query", "claim"}
 CONFIG = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, n_initial=2, n_upper=2, n_blocks=1,
                 max_positions=24, dropout=0.0, key_dim=8, value_dim=16, coref_dim=16, k=8, k_shard=8, k_answer=16)
 LARGEST = defaultdict(lambda: {"forward": 0.0, "gradient": 0.0})        # what is compared -> largest difference
@@ -118,7 +118,7 @@ def mlm_head(z, path, name):
 
 
 def tome_state(z, blocks, path="param/"):
-    """Weights or gradients of a TOME of 1 or 2 blocks, without its answer and claim heads."""
+    """Weights or gradients of a TOME of 1 or 2 blocks, without its heads of entity prediction and claims."""
     e = path + "encoder/"
     layers = ["memory_attention_layer"] if blocks == 1 else ["intermediate_memory_attention_layer",
                                                              "final_memory_attention_layer"]
@@ -468,7 +468,7 @@ def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gr
     second = linear(z, "param/encoder/final_query_projector", "")
     projector = SpanEncodingLayer(32, 16)               # theirs is coreference's z_m too
     projector.load_state_dict({f"linear{key}": value for key, value in first.items()})
-    tome.answer.load_state_dict(fold(first, second))
+    tome.entity_query.load_state_dict(fold(first, second))
 
     spans = batch.row, batch.start, batch.end
     H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
@@ -487,13 +487,13 @@ def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gr
     same_forward(name, logits, z["out/mlm_logits"][z["in/mlm_target_weights"] > 0])
 
     # Their final retrieval takes nothing away, so it is asked for a passage that nobody has. Ours (decision 4):
-    answer = memory.retrieve(tome.answer(H, *spans), torch.full_like(batch.passage, -1), 16, 16)
+    answer = memory.retrieve(tome.entity_query(H, *spans), torch.full_like(batch.passage, -1), 16, 16)
     assert torch.equal(answer.ids[linked], z["out/final_top_memory_ids"][targets].long())
     assert torch.equal(answer.entity[linked], z["out/final_top_entity_ids"][targets].long())
     same_forward(name, answer.scores[linked], z["out/final_memory_attention_scores_with_disallowed"][targets])
     same_forward(name, attention_weights(answer.scores)[linked], z["out/final_memory_attention_weights"][targets])
     with torch.no_grad():
-        queries = tome.answer(H, *spans)
+        queries = tome.entity_query(H, *spans)
         ours = memory_of(z).retrieve(queries, batch.passage, 16, 16)
         assert ours.ids.tolist() == top_allowed(z, queries, batch.passage, 16)
 
@@ -513,7 +513,7 @@ def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gr
 
     total.backward()
     ours = gradients(tome)
-    G, g = tome.answer.linear.weight.grad, tome.answer.linear.bias.grad     # of the folded layer: by the chain rule
+    G, g = tome.entity_query.linear.weight.grad, tome.entity_query.linear.bias.grad     # of the folded layer: by the chain rule
     ours |= {"query.weight": G @ first[".weight"].T + torch.outer(g, first[".bias"]), "query.bias": g,
              "projector.weight": projector.linear.weight.grad + second[".weight"].T @ G,
              "projector.bias": projector.linear.bias.grad + second[".weight"].T @ g}
@@ -554,23 +554,23 @@ def test_batch_tome_reads_twice_as_the_public_encoder_does(blocks):
 
     def span_layers(path):
         e = path + "encoder/"
-        return {**linear(z, e + "memory_extraction_layer/key_projector", "encoder.key.linear"),
-                **linear(z, e + "memory_extraction_layer/value_projector", "encoder.value.linear"),
+        return {**linear(z, e + "memory_extraction_layer/key_projector", "key.linear"),
+                **linear(z, e + "memory_extraction_layer/value_projector", "value.linear"),
                 **linear(z, e + "mention_projector", "coref.linear")}
 
     def state(path):
-        return span_layers(path) | {"encoder.tome." + key: value for key, value in tome_state(z, blocks, path).items()}
+        return span_layers(path) | {"tome." + key: value for key, value in tome_state(z, blocks, path).items()}
 
     model = BatchTOME(new_tome(blocks))
     load(model, state("param/"))
     tome, mask = model.tome, batch.attention_mask
     first, _ = tome(batch.tokens, mask)
     same_forward(name, first[mask], z[f"{case}/final_encoding_first"][mask])
-    keys, values = model.encoder(batch.tokens, mask, batch.row[linked], batch.start[linked], batch.end[linked])
+    keys, values = model.encode_mentions(batch.tokens, mask, batch.row[linked], batch.start[linked], batch.end[linked])
     same_forward(name, keys, z[f"{case}/memory_keys"][targets])
     same_forward(name, values, z[f"{case}/memory_values"][targets])
 
-    H, found = model(batch)
+    _, _, H, found = model(batch)
     same_forward(name, H[mask], z[f"{case}/encoding"][mask])
     for prefix, layer in zip(("", "second_"), found):
         theirs = z[f"{case}/{prefix}memory_attention_weights"][real]
@@ -594,7 +594,7 @@ def test_batch_tome_reads_twice_as_the_public_encoder_does(blocks):
         same_forward(f"{name}, losses", total, z[f"{case}/loss/total"])
         total.backward()
         # a bias of the keys moves all scores of a mention alike, and the softmax does not see that
-        same_gradients(name, gradients(model), state(f"{case}/grad_param/"), zero=["encoder.key.linear.bias"])
+        same_gradients(name, gradients(model), state(f"{case}/grad_param/"), zero=["key.linear.bias"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ TINY = Config(vocab_size=500, hidden=8, n_heads=2, intermediate=12, n_initial=1,
 
 def new_encoder(seed=0):
     torch.manual_seed(seed)
-    return BatchTOME(TOME(TINY)).encoder
+    return BatchTOME(TOME(TINY))
 
 @pytest.fixture(scope="module")
 def corpora(small_world, tmp_path_factory):
@@ -40,23 +40,20 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 16)
 
 def build(corpus, folder, old=None, seed=0, dtype=np.float32):
-    build_memory(new_encoder(seed), corpus, folder, CPU, dtype, {"kind": "memory"}, old)
+    build_memory(new_encoder(seed), corpus, folder, CPU, dtype, {"corpus": 1, "batch-tome": 2}, old)
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 def test_a_memory_is_what_the_encoder_says_and_its_meta_says_so(corpora, tmp_path):
     corpus, encoder = corpora[0], new_encoder()
     build(corpus, tmp_path / "memory")
     rows = encode_passages(encoder, corpus, np.arange(len(corpus.article)), CPU)
-    table = load_memory(tmp_path / "memory", encoder.fingerprint)
+    table, made_from = load_memory(tmp_path / "memory")
     for name in ARRAYS:
         np.testing.assert_allclose(getattr(table, name).numpy(), rows[name], atol=1e-6)
     manifest = data.open_folder(tmp_path / "memory", "memory")
-    assert manifest["recipe"] == {"kind": "memory"} and manifest["n"] == len(table)
-    assert manifest["encoder"] == encoder.fingerprint
+    assert made_from == {"corpus": 1, "batch-tome": 2} and manifest["n"] == len(table)
     assert (manifest["n_passages"], manifest["n_shards"]) == (len(corpus.article), -(-len(corpus.article) // 16))
     assert not list(tmp_path.glob("*.part"))
-    with pytest.raises(UserError, match="another mention encoder"):
-        load_memory(tmp_path / "memory", new_encoder(1).fingerprint)
 
 def test_more_shards_are_loaded_than_files_may_be_open(corpora, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_file, "PASSAGES_PER_SHARD", 2)
@@ -67,7 +64,7 @@ def test_more_shards_are_loaded_than_files_may_be_open(corpora, tmp_path, monkey
     assert len(keys) > 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 10, hard))
     try:
-        table = load_memory(tmp_path / "memory")
+        table, _ = load_memory(tmp_path / "memory")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     np.testing.assert_array_equal(table.keys.numpy(), np.concatenate(keys))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ann
-from encoder import Config, SpanEncodingLayer, TransformerBlock
+from encoder import Config, Packing, SpanEncodingLayer, TransformerBlock
 from memory import BatchMemory, EntityTable, GivenMemory, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
                   predict_entity, split_into_blocks, start_positions)
@@ -59,7 +59,7 @@ def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memo
     x = torch.nn.functional.layer_norm(torch.randn(6, TINY.hidden), (TINY.hidden,), eps=1e-12)
     for block, numbers in zip(two.blocks, sources, strict=True):
         for added in block.transformer.layers[len(numbers):]:       # over a single layer: one that changes nothing yet
-            torch.testing.assert_close(added(x, torch.arange(6), torch.ones(1, 6, dtype=torch.bool)), x)
+            torch.testing.assert_close(added(x, Packing(torch.ones(1, 6, dtype=torch.bool))), x)
         assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
         for mine, number in zip(block.transformer.layers, numbers):
             assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), layers[number].parameters(), strict=True))
@@ -83,12 +83,13 @@ def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
         assert not together[row, n:].any()
 
 
+@pytest.mark.parametrize("by_entity", [False, True])
 @torch.no_grad()
-def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_regression():
+def test_fitted_keys_are_white_and_queries_find_their_own_or_their_entitys_mean_key_by_ridge_regression(by_entity):
     torch.manual_seed(5)
     model = BatchTOME(TOME(replace(TINY, max_positions=40)))
     tome, batches = model.tome, [read_batch(seed) for seed in range(40)]
-    fit_retrieval(model, batches, self_score=20.0)
+    fit_retrieval(model, batches, by_entity, self_score=20.0)
     spans, entities = {"key": [], "query": [], "answer": []}, []
     for batch in batches:
         mask, columns = batch.attention_mask, (batch.row, batch.start, batch.end, batch.entity)
@@ -102,11 +103,13 @@ def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_
                 for name in spans:
                     spans[name].append(torch.cat([H[name][r, s], H[name][r, e]]))
     spans = {name: torch.stack(rows) for name, rows in spans.items()}
-    keys = model.encoder.key.linear(spans["key"]).double().numpy()
+    keys = model.key.linear(spans["key"]).double().numpy()
     np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
-    wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
-                       for entity in entities])
-    layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.answer]}      # of BATCH-TOME: one block
+    wanted = keys
+    if by_entity:
+        wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
+                           for entity in entities])
+    layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.entity_query]}      # of BATCH-TOME: one block
     for name, layer in [(name, layer) for name, of_kind in layers.items() for layer in of_kind]:
         X = spans[name].double().numpy()
         X = X - X.mean(0)
@@ -115,6 +118,22 @@ def test_fitted_keys_are_white_and_queries_find_their_entitys_mean_key_by_ridge_
         expected = X @ W
         expected *= 20 / (expected * wanted).sum(1).mean()
         np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_until_the_fit_a_mention_reads_its_own_value_from_the_unmasked_text_without_gradient_to_it():
+    torch.manual_seed(3)
+    model = BatchTOME(TOME(replace(TINY, max_positions=40))).eval()
+    batch = read_batch(0)
+    _, _, H, (found,) = model(batch, "own")
+    unmasked, _ = model.tome(batch.unmasked, batch.attention_mask)
+    spans = batch.row, batch.start, batch.end
+    torch.testing.assert_close(found.value, model.value(unmasked.detach(), *spans))
+    layer = model.tome.blocks[0].memory_attention
+    H0 = model.tome.read_initial(batch.tokens, batch.attention_mask).clone()
+    for m, (row, start) in enumerate(zip(batch.row.tolist(), batch.start.tolist())):
+        H0[row, start] = H0[row, start] + layer.up(found.value[m])
+    expected = model.tome.blocks[0].transformer(layer.norm(H0), batch.attention_mask)
+    torch.testing.assert_close(H, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_begin_as_sinusoids_of_the_size_of_the_other_embeddings():
@@ -284,7 +303,7 @@ def test_what_a_passage_reads_does_not_depend_on_its_padding_or_its_neighbours()
 
 
 def test_a_block_reads_passages_of_all_lengths_as_each_alone():
-    """Gradients too. Of 190 places of padding 26 are computed: encoder.ROWS."""
+    """Gradients too. Of 190 places of padding 26 are computed: encoder.Packing."""
     torch.manual_seed(0)
     block = TransformerBlock(TINY, 2).eval()
     mask = torch.arange(21) < torch.arange(2, 22)[:, None]

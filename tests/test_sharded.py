@@ -1,5 +1,6 @@
 """W processes compute what one does on the same batch.   python -m pytest tests/test_sharded.py"""
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ import train
 from memory import GivenMemory, MentionMemory, load_memory
 from traffic import counted
 
-TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16, "eval_mentions": 20, "memory_from": 0.0,
-        "k_answer": 40, "k_answer_shard": 40,               # k_shard = k: the search is exact
-        "schedule": {name: train.Schedule(2, 1e-3, 1, 40 if name == "qa" else 16)     # of few questions, none may retrieve
-                     for name in ("batch-tome", "tome", "claims", "qa")}}               # its answer: then all is zero
+# k_shard = k: the search is exact. Of few questions none may retrieve its answer, and then all
+# gradients are zero, so a batch of qa is larger.
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16,
+        "eval_mentions": 20, "memory_from": 0.0, "k_answer": 40, "k_answer_shard": 40,
+        "schedule": {name: train.Schedule(2, 1e-3, 1, 40 if name == "qa" else 16)
+                     for name in ("batch-tome", "tome", "claims", "qa")}}
 STAGES = ("batch-tome", "tome", "claims", "qa")
-
 
 @pytest.fixture(scope="module")
 def folder(small_world, tmp_path_factory):
@@ -37,20 +39,19 @@ def folder(small_world, tmp_path_factory):
         data.write_lines(out / f"{task}.jsonl", rows)
     return out
 
-
 def stage_of(folder, kind):
-    """The stage, as train.train gives it to train_stage: from the checkpoints in the folder."""
+    """(run, stage object) from the checkpoints in the folder."""
     run = train.read_run(folder).open("cpu")
-    recipe = run.recipe(kind)
-    torch.manual_seed(0)        # batch-tome.pt is there, so its stage leaves the weights to the loop
-    inputs = {"examples": folder / f"{kind}.jsonl"} if kind in ("claims", "qa") else {}
-    return run, recipe, train.STAGES[kind](run, recipe, **inputs)
-
+    plan = run.plan(kind)
+    if kind in ("claims", "qa"):
+        plan = replace(plan, examples=[[str(folder / f"{kind}.jsonl"), 0]])
+    torch.manual_seed(0)        # batch-tome.pt is there: its stage leaves the weights to the loop
+    return run, train.new_stage(run, plan)
 
 def first_step(folder, kind, found):
     """Loss and gradients of a stage's first step; bytes sent, and what was retrieved."""
     rank, size = ann.rank_and_size()
-    _, _, stage = stage_of(folder, kind)
+    _, stage = stage_of(folder, kind)
     batch = stage.next_batch(0).part(rank, size)
     found.clear()
     stage.model.train()
@@ -62,10 +63,10 @@ def first_step(folder, kind, found):
     return {"sent": dict(sent), "mentions": len(batch.row), "grads": grads,
             "loss": float(ann.sum_over_processes(loss))}
 
-
 def process(rank, size, folder, stages, results):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{results}/init", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{results}/init", rank=rank,
+                            world_size=size)
     train.PRESETS["toy"], memory_file.PASSAGES_PER_SHARD = TINY, 32
     found, n_local, retrieve = [], [], MentionMemory.retrieve
 
@@ -80,23 +81,24 @@ def process(rank, size, folder, stages, results):
         if stage == "tome":
             result |= {"ids": [f.ids for f in found], "n_local": n_local[0]}
             run = train.read_run(folder).open("cpu")
-            given = GivenMemory(load_memory(run.folder("memory")), len(run.corpus.entity_names))
+            table, _ = load_memory(folder / "memory")
+            given = GivenMemory(table, len(run.corpus.entity_names))
             batch = train.masked_batch(run, np.arange(16), 1, rank)
             given.wanted = batch.entity
             read = given.attend(torch.randn(len(batch.entity), 64), batch.passage, 8, 8)
-            result["given"] = {"wanted": batch.entity, "passage": batch.passage, "ids": read.ids, "rows": len(given.memory),
-                               "value": read.value, "weights": read.weights,
-                               "entity": given.memory.entity, "of": given.memory.passage, "values": given.values}
+            result["given"] = {"wanted": batch.entity, "passage": batch.passage, "ids": read.ids,
+                               "rows": len(table), "value": read.value, "weights": read.weights,
+                               "entity": table.entity, "of": table.passage, "values": given.values}
         torch.save(result, results / f"{stage}.{rank}.pt")
     if size == 2:
         run = train.read_run(folder).open("cpu")
-        encoder = train.load_model(run, "batch-tome")[0].encoder
+        encoder = train.load_model(run, "batch-tome")
         memory_file.build_memory(encoder, run.corpus, folder / "by_two", run.device, np.float32, {})
     else:
-        table = load_memory(folder / "by_two")
-        torch.save({name: getattr(table, name) for name in memory_file.ARRAYS}, results / f"memory.{rank}.pt")
+        table, _ = load_memory(folder / "by_two")
+        arrays = {name: getattr(table, name) for name in memory_file.ARRAYS}
+        torch.save(arrays, results / f"memory.{rank}.pt")
     dist.destroy_process_group()
-
 
 @pytest.fixture(scope="module")
 def alone(folder):
@@ -104,49 +106,50 @@ def alone(folder):
         patch.setitem(train.PRESETS, "toy", TINY)
         return {stage: first_step(folder, stage, []) for stage in STAGES}
 
-
 @pytest.fixture(scope="module")
 def several(folder, tmp_path_factory):
-    """What each of 2, 4 and 3 processes has after the first step of each stage (3: only of tome)."""
+    """What each of 2, 4 and 3 processes has after the first step of each stage (3: of tome)."""
     done = {}
     for size, stages in ((2, STAGES), (4, STAGES), (3, ("tome",))):
         results = tmp_path_factory.mktemp(f"{size}")
-        mp.spawn(process, (size, folder, stages, results), size)
-        done[size] = {stage: [torch.load(results / f"{stage}.{rank}.pt") for rank in range(size)] for stage in stages}
+        mp.start_processes(process, (size, folder, stages, results), size, start_method="fork")
+        done[size] = {stage: [torch.load(results / f"{stage}.{rank}.pt") for rank in range(size)]
+                      for stage in stages}
         if size != 2:
-            done[size]["memory"] = [torch.load(results / f"memory.{rank}.pt") for rank in range(size)]
+            done[size]["memory"] = [torch.load(results / f"memory.{rank}.pt")
+                                    for rank in range(size)]
     return done
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, several, stage, size):
     one, many = alone[stage], several[size][stage]
-    for other in many:                                  # every process ends with the same sum
+    for other in many:                              # every process ends with the same sum
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
         assert other["grads"].keys() == one["grads"].keys()
         for name, grad in one["grads"].items():
-            assert (grad - other["grads"][name]).abs().max() <= 1e-5 * max(1.0, float(grad.abs().max())), name
+            bound = 1e-5 * max(1.0, float(grad.abs().max()))
+            assert (grad - other["grads"][name]).abs().max() <= bound, name
     assert sum(other["mentions"] for other in many) == one["mentions"]
     assert any(float(grad.abs().max()) > 1e-3 for grad in one["grads"].values())
-
 
 @pytest.mark.slow
 def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
     """A process may get claims without any mention, while the clozes beside them are another's."""
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     claim, *others = data.read_examples(folder / "claims.jsonl", "claims")[:40]
-    run, _, stage = stage_of(folder, "claims")
+    run, stage = stage_of(folder, "claims")
     theirs = []
     for other in others:
         cloze = other._replace(label=None, answers=[other.mentions[0].entity])
         batch = train.examples_batch(run, "claims", [claim._replace(mentions=[]), cloze])
-        shares = {name: share.item() for name, (_, share) in stage.losses(batch.part(0, 2), 0).items()}
-        assert len(batch.part(0, 2).row) == 0 and shares["answer"] == shares["linking"] == 0 < shares["claims"]
+        losses = stage.losses(batch.part(0, 2), 0)
+        shares = {name: share.item() for name, (_, share) in losses.items()}
+        assert len(batch.part(0, 2).row) == 0 == shares["answer"] == shares["linking"]
+        assert shares["claims"] > 0
         theirs.append(stage.losses(batch.part(1, 2), 0)["answer"][1].item())
     assert max(theirs) > 0              # 0 where no memory of the answer was retrieved
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -157,51 +160,54 @@ def test_bytes_sent_in_a_step_are_those_of_the_readmes_formula(several, size):
     bounds = np.cumsum([0] + [r["n_local"] for r in results])
     for rank, r in enumerate(results):
         layer, answer = (ids[ids >= 0].unique().numpy() for ids in r["ids"])
-        others = {name: [other["ids"][i][other["ids"][i] >= 0].unique().numpy() for j, other in enumerate(results)
-                         if j != rank] for i, name in enumerate(("layer", "answer"))}
+        others = {name: [other["ids"][i][other["ids"][i] >= 0].unique().numpy()
+                         for j, other in enumerate(results) if j != rank]
+                  for i, name in enumerate(("layer", "answer"))}
 
         def foreign(ids):
             return int(((ids < bounds[rank]) | (ids >= bounds[rank + 1])).sum())
 
         def asked(name):
-            return sum(int(((ids >= bounds[rank]) & (ids < bounds[rank + 1])).sum()) for ids in others[name])
+            return sum(int(((ids >= bounds[rank]) & (ids < bounds[rank + 1])).sum())
+                       for ids in others[name])
 
         m, M = mentions[rank], sum(mentions)
         assert r["sent"]["gather"] == 2 * (size - 1) * max(mentions) * (4 * d_K + 8)
         assert r["sent"]["candidates"] == (M - m) * (k_shard + k_answer_shard) * (4 + 8)
         assert r["sent"]["ids"] == 8 * (2 * foreign(layer) + foreign(answer))
-        assert r["sent"]["rows"] == (asked("layer") * (4 * d_K + 8 + 4 * d_V) + asked("answer") * (4 * d_K + 8))
+        assert r["sent"]["rows"] == (asked("layer") * (4 * d_K + 8 + 4 * d_V)
+                                     + asked("answer") * (4 * d_K + 8))
         assert r["sent"]["gradients"] == 4 * sum(grad.numel() for grad in r["grads"].values())
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_given_memories_come_from_the_shards_of_all_processes(several, size):
     given = [r["given"] for r in several[size]["tome"]]
-    entity, passage, values = (torch.cat([g[name] for g in given]) for name in ("entity", "of", "values"))
+    entity, passage, values = (torch.cat([g[name] for g in given])
+                               for name in ("entity", "of", "values"))
     for rank, g in enumerate(given):
         first, own = sum(other["rows"] for other in given[:rank]), 0
         for m, ids in enumerate(g["ids"].tolist()):
             found = [i for i in ids if i >= 0]
             assert all(entity[i] == g["wanted"][m] and passage[i] != g["passage"][m] for i in found)
-            expected = sum((g["weights"][m, ids.index(i)] * ids.count(i) * values[i] for i in set(found)),
-                           torch.zeros(values.shape[1]))
+            expected = torch.zeros(values.shape[1])
+            for i in set(found):
+                expected += g["weights"][m, ids.index(i)] * ids.count(i) * values[i]
             torch.testing.assert_close(g["value"][m], expected, atol=1e-4, rtol=1e-4)
             own += sum(first <= i < first + g["rows"] for i in found)
-        assert 0 < own < (g["ids"] >= 0).sum() or g["rows"] == 0        # some from here, some from other shards
-
+        # Some from here, some from other shards.
+        assert 0 < own < (g["ids"] >= 0).sum() or g["rows"] == 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_memory_written_by_two_processes_loads_in_one_three_or_four(folder, several, size):
-    parts = several[size]["memory"] if size > 1 else [vars(load_memory(folder / "by_two"))]
+    parts = several[size]["memory"] if size > 1 else [vars(load_memory(folder / "by_two")[0])]
     order = np.argsort(np.concatenate([part["mention"].numpy() for part in parts]))
     for name in memory_file.ARRAYS:         # what one process wrote, read with numpy alone
-        written = np.concatenate([np.load(p) for p in sorted(folder.glob(f"memory-*/{name}-*.npy"))])
+        written = np.concatenate([np.load(p) for p in sorted(folder.glob(f"memory/{name}-*.npy"))])
         rows = np.concatenate([part[name].numpy() for part in parts])[order]
         assert len(rows) == len(written)
         np.testing.assert_allclose(rows, written, atol=1e-5)
-
 
 def test_bucketed_memory_with_all_buckets_retrieves_what_the_exact_one_does():
     g = torch.Generator().manual_seed(0)
@@ -209,8 +215,10 @@ def test_bucketed_memory_with_all_buckets_retrieves_what_the_exact_one_does():
                 entity=torch.randint(1, 6, (300,), generator=g), passage=torch.arange(300) // 3,
                 mention=torch.arange(300))
     exact, query, passage = MentionMemory(**rows), torch.randn(9, 8, generator=g), torch.arange(9)
-    a, b = exact.attend(query, passage, 20, 20), exact.changed(n_search=10 ** 6).attend(query, passage, 20, 20)
+    a = exact.attend(query, passage, 20, 20)
+    b = exact.changed(n_search=10 ** 6).attend(query, passage, 20, 20)
     assert torch.equal(a.ids, b.ids) and torch.allclose(a.value, b.value)
     half = exact.changed(n_search=2).select(torch.arange(300) % 2 == 0)
-    assert half.n_search == 2 and len(half) == 150 and (half.attend(query, passage, 5, 5).ids < 150).all()
+    assert half.n_search == 2 and len(half) == 150
+    assert (half.attend(query, passage, 5, 5).ids < 150).all()
     assert exact.changed(n_search=2).sample(0).attend(query, passage, 5, 5).value.eq(0).all()

@@ -1,4 +1,4 @@
-"""What a process sends to others, counted at torch.distributed itself: for test_ann.py and test_sharded.py."""
+"""What a process sends to others, counted at torch.distributed (test_ann.py, test_sharded.py)."""
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 @contextmanager
 def counted():
-    """Counts the bytes that this process sends meanwhile, by purpose: "gather", "candidates", "ids", "rows" and
-    "gradients" (where an all-reduce counts once). Numbers of rows, losses and backward passes are left out."""
+    """Counts the bytes that this process sends meanwhile, by purpose: "gather", "candidates",
+    "ids", "rows" and "gradients" (where an all-reduce counts once). Numbers of rows, losses and
+    backward passes are left out."""
     sent, rank = Counter(), dist.get_rank() if dist.is_initialized() else 0
     before = dist.all_gather, dist.all_to_all_single, dist.all_reduce
 
@@ -22,8 +23,9 @@ def counted():
 
     def all_to_all_single(received, x, receive=None, send=None):
         if send is not None:                                                # not AllGather.backward
-            frame = sys._getframe(2)                                        # exchange's caller
-            what = "candidates" if frame.f_code.co_name != "fetch" else "rows" if "table" in frame.f_locals else "ids"
+            frame, what = sys._getframe(2), "candidates"                    # exchange's caller
+            if frame.f_code.co_name == "fetch":
+                what = "rows" if "table" in frame.f_locals else "ids"
             sent[what] += x[:1].nbytes * (sum(send) - send[rank])
         return before[1](received, x, receive, send)
 
@@ -32,7 +34,8 @@ def counted():
             sent["gradients"] += x.nbytes
         return before[2](x)
 
-    dist.all_gather, dist.all_to_all_single, dist.all_reduce = all_gather, all_to_all_single, all_reduce
+    dist.all_gather, dist.all_to_all_single = all_gather, all_to_all_single
+    dist.all_reduce = all_reduce
     try:
         yield sent
     finally:
