@@ -948,9 +948,9 @@ PRESETS = {
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.3, fit_passages=768, lower_lr_scale=0.1, precision="float32",
-        log_every=200, save_every=200, eval_mentions=100, schedule={
-            "batch-tome": Schedule(2900, 2e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
+        init_std=0.05, memory_from=0.55, own_values=0.5, fit_passages=768, lower_lr_scale=0.1,
+        precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
+            "batch-tome": Schedule(1550, 2e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
 }
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
