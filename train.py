@@ -1015,8 +1015,8 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         if about["format"] != data.FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
         steps = [] if about["finished"] is True else [about["step"], about["evaluated"]]
-        if not all(type(step) is int for step in steps) or type(about["made_from"]) is not dict:
-            raise ValueError("its steps or sources are not what they should be")
+        if not all(type(step) is int for step in steps):
+            raise ValueError("its steps are not what they should be")
         check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
@@ -1060,8 +1060,7 @@ class Run:
         if not folder.exists():
             raise missing(folder, "tome")
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
-        with intact(folder, remedy="remove it to make it again"):
-            self.check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
+        self.check_sources(folder, self.corpus.meta.get("made_from"), self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
         self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
@@ -1112,9 +1111,11 @@ class Run:
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
     def check_sources(self, path, made_from, wanted):
-        """Raises UserError where a result was made from other files than those that are there.
-        Both: {name: checksum}."""
-        for name in [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]:
+        """Raises UserError where a result was made from other files, {name: checksum}, than those
+        that are there."""
+        with intact(path, remedy="remove it to make it again"):
+            others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
+        for name in others:
             if (self.out / f"{name}.pt").exists():
                 read_checkpoint(self.out / f"{name}.pt")        # says so if that one is damaged
             raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
@@ -1128,7 +1129,7 @@ class Run:
         checkpoint = read_checkpoint(path)
         if checkpoint["plan"].name != plan.name:
             raise UserError(f"{path} is {checkpoint['plan'].name}; give it its name, or remove it")
-        self.check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
+        self.check_sources(path, checkpoint["about"].get("made_from"), self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1144,16 +1145,14 @@ def load_model(run, kind="tome"):
     return model.to(run.device).eval()
 
 def open_memory(run, n_search=0):
-    """The memory beside the corpus that `run` has open, without articles that were replaced. Raises
-    UserError."""
+    """The memory of the corpus that `run` has open, without replaced articles. Raises UserError."""
     folder, encoder = run.base / "memory", run.path(run.plan("batch-tome"))
     for path, stage in ((folder, "memory"), (encoder, "batch-tome")):
         if not path.exists():
             raise missing(path, stage)
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
-    with intact(folder, remedy="remove it to make it again"):
-        run.check_sources(folder, made_from, run.made_from("memory") | corpus)
+    run.check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
     memory = memory if bool(is_kept.all()) else memory.select(is_kept)
     return memory.changed(n_search=n_search or None)
@@ -1174,7 +1173,7 @@ def read_run(out, blocks=1):
         return Run(out, saved, blocks)
 
 def open_run(out, task=None, device=None, n_search=0, blocks=1):
-    """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
+    """(run, trained TOME, whole memory), with the text of --append. Writes nothing."""
     fast_matmul()
     run = read_run(out, blocks).open(device, appended=True)
     tome = load_model(run, task or "tome")
@@ -1198,8 +1197,7 @@ def with_flags(saved, args):
     return saved | {"settings": settings}
 
 def describe_published(path, config):
-    """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
-    weights, and whether it is trained, as a BATCH-TOME of the paper's own code is."""
+    """(what run.json contains of --init, its sizes {name: value}). Raises UserError."""
     config, state, _, _ = read_published(path, config)
     trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
@@ -1207,8 +1205,8 @@ def describe_published(path, config):
                         "weights: that of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
-        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights "
-                        f"{config.vocab_size:,}")
+        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights have "
+                        f"{config.vocab_size:,}; put the matching vocab.txt there")
     if os.path.isfile(path) and not (trained and config.n_blocks == 1):
         raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
                         "--stage tome --start")
@@ -1244,9 +1242,9 @@ def run_values(saved):
         | saved["settings"]
 
 def inherit(args):
-    """--from OLD: makes the run folder args.out, unless it is there, with the settings of OLD and
-    the flags of this command, and links the results of OLD from before the stage that it names.
-    Raises UserError where one of these depends on a changed setting."""
+    """--from OLD: makes the run folder, unless it is there, from OLD's settings and this command's
+    flags, and links the results of OLD from before the stage named. Raises UserError where such a
+    result depends on a changed setting."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
     if getattr(args, "from") is None or (out / "run.json").exists():
         return
@@ -1277,8 +1275,8 @@ def inherit(args):
         data.sync_folder(out.absolute().parent)
 
 def settle(args):
-    """(Run, Plans) of this command: its run folder, new or existing, and the stages up to the one
-    it names. Finds mistakes in flags, examples and --start before anything is trained."""
+    """(Run, Plans of the stages up to the one named). Finds mistakes in flags, examples and --start
+    before anything is written or trained."""
     out, kind = Path(args.out), args.task or args.stage
     choose_device(args.device)          # only for its error
     if (out / "run.json").exists():
@@ -1303,8 +1301,8 @@ def settle(args):
                  for stage in run.stages_to(kind) if stage != "memory"]
 
 def stage_plan(run, kind, args=None):
-    """The Plan of a stage: that of its file, once the stage has begun. Otherwise the run's default
-    with the flags of args. Raises UserError for a flag that contradicts the file, or cannot be."""
+    """The Plan of a stage: that of its file once it has begun, otherwise the run's default with the
+    flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
     plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None:
@@ -1326,7 +1324,7 @@ def stage_flags(run, args):
     if args.start == "scratch" and run.has_batch_tome:
         raise UserError("--start scratch: --init has trained weights; leave --start out")
     if args.start == "scratch":
-        flags["start"] = [[args.start, 0]]
+        flags["start"] = [["scratch", 0]]
     elif args.start is not None:
         flags["start"] = [[args.start, file_checksum("start", args.start)]]
         read_start(run, args.start)                                     # only for its errors
@@ -1338,24 +1336,25 @@ def stage_flags(run, args):
             if args.task == "claims" and len({e.label for e in examples}) == 1:
                 raise UserError(f"{path}: all claims have the same label; add claims of another")
     elif args.task and not run.is_toy and not run.path(run.plan(args.task)).exists():
-        raise UserError(f"--task {args.task} with a corpus of your own needs --examples FILE "
-                        "(README)")
+        raise UserError(f"--task {args.task} on your own corpus needs --examples FILE (README)")
     return flags
 
+def needs_memory(run, plan, args):
+    """Whether the memory, which follows batch-tome, is asked for and is not there."""
+    return plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists()
+
 def announce(run, plans, args):
-    """Prints the stages that the command is going to run, with their steps and where these come
-    from."""
+    """Prints the stages that the command will run, their steps and where these come from."""
     parts = []
     for plan in plans:
-        checkpoint, why = run.checkpoint(plan), f"preset {run.saved['preset']}"
-        if plan.steps != run.plan(plan.kind).steps:
-            why = "--steps"
+        checkpoint, is_default = run.checkpoint(plan), plan.steps == run.plan(plan.kind).steps
         if checkpoint is None:
+            why = f"preset {run.saved['preset']}" if is_default else "--steps"
             parts.append(f"{plan.name} ({plan.steps:,} steps, {why})")
         elif not checkpoint["about"]["finished"]:
             step = checkpoint["about"]["step"]
             parts.append(f"{plan.name} (from step {step:,} to {plan.steps:,})")
-        if plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists():
+        if needs_memory(run, plan, args):
             parts.append("memory")
     if args.append is not None:
         parts.append(f"append {args.append}")
@@ -1364,8 +1363,7 @@ def announce(run, plans, args):
 # ---- What a command makes ------------------------------------------------------------------------
 
 def prepare(run, source):
-    """Makes the toy world, the corpus and run.json where they are missing. The first process does
-    it; the others wait. source: --corpus, or None."""
+    """The first process makes the corpus and run.json where they are missing; the others wait."""
     ann.barrier()               # all have read what is there
     if ann.rank_and_size()[0] == 0:
         if not (run.out / "corpus").exists():
@@ -1459,8 +1457,7 @@ def append_corpus(run, file, part, replace_articles, appended):
     make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
-    """Appends a line to log.jsonl, durably. After a crash a step can occur twice, with the same
-    values."""
+    """Appends a line to log.jsonl. After a crash a step can occur twice, with the same values."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
@@ -1472,8 +1469,8 @@ def log(out, record):
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and locks it, so that other commands are refused. The system releases
-    the lock however this command ends. A new folder that stays empty is removed again."""
+    """Makes the run folder and locks it until the command ends, in whatever way. Other commands are
+    refused. A new folder that stays empty is removed again."""
     is_new, folder = not os.path.exists(out), None
     os.makedirs(out, exist_ok=True)
     data.sync_folder(Path(out).absolute().parent)
@@ -1594,9 +1591,8 @@ def options(f):
     kind = type(f.default)
     return {"type": kind, "metavar": kind.__name__.upper(), "help": f.metadata["help"]}
 
-# The flags of the command line in groups, and what argparse is told of each.
 PATH = {"type": os.path.abspath, "metavar": "PATH"}
-ARGUMENTS = {
+ARGUMENTS = {       # flags that are no settings, in groups, and what argparse is told of each
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
@@ -1617,26 +1613,25 @@ ARGUMENTS = {
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
         "replace": {"action": "store_true", "default": None,
-                    "help": "with --append: its articles replace those of the same title"},
-        **{name: options(f) for name, f in STAGE_FLAGS.items()}},
-    "settings of a new run (default: the preset's)":
-        {name: options(f) for name, f in FLAGS.items()}}
-TRAINED, USES_MEMORY = ("batch-tome", "tome", "finetune"), ("tome", "finetune")
-GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": USES_MEMORY,
-             "n_search": USES_MEMORY, "blocks": USES_MEMORY, "append": ("memory",),
-             "replace": ("memory",), "task": ("finetune",), "examples": ("finetune",)}
+                    "help": "with --append: its articles replace those of the same title"}}}
+GOES_WITH = {       # stages, and the flags that do nothing in others
+    ("batch-tome", "tome", "finetune"): ("steps", "batch", "lr"),
+    ("tome", "finetune"): ("start", "n_search", "blocks"),
+    ("memory",): ("append", "replace"), ("finetune",): ("task", "examples")}
 
 def parse_arguments(argv):
     """The command line. A flag that would do nothing is refused: it was meant for another stage."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
-    for title, flags in ARGUMENTS.items():
+    for title, flags in (*ARGUMENTS.items(), ("settings of the stage", STAGE_FLAGS),
+                         ("settings of a new run (default: the preset's)", FLAGS)):
         group = parser.add_argument_group(title)
-        for name, its_options in flags.items():
-            group.add_argument(flag(name), **its_options)
+        for name, f in flags.items():
+            group.add_argument(flag(name), **(f if isinstance(f, dict) else options(f)))
     args = parser.parse_args(argv)
-    for name, stages in GOES_WITH.items():
-        if getattr(args, name) is not None and args.stage not in stages:
-            parser.error(f"{flag(name)} goes with --stage {' or '.join(stages)}")
+    for stages, names in GOES_WITH.items():
+        for name in names:
+            if getattr(args, name) is not None and args.stage not in stages:
+                parser.error(f"{flag(name)} goes with --stage {' or '.join(stages)}")
     if args.stage == "finetune" and not args.task:
         parser.error("--stage finetune needs --task")
     if args.replace and args.append is None:
@@ -1646,8 +1641,7 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """Runs the stages up to the one named that are not finished; then appends. Returns the Plan of
-    the last one."""
+    """Runs the unfinished stages up to the one named, then appends. Returns the last Plan."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
     ann.barrier()               # the first process has made what --from asks for
@@ -1663,7 +1657,7 @@ def train(args):
             train_stage(run, plan, checkpoint)
             how = "finished" if plan.steps else "taken as trained"
             say(f"Stage {plan.name} {how} in {time.time() - started:.0f} s.")
-        if plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists():
+        if needs_memory(run, plan, args):
             make_memory(run, run.corpus, run.out / "memory")
     if args.append is not None:
         append(run, args.append, bool(args.replace))
