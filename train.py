@@ -814,12 +814,12 @@ def labelled_examples(path, task):
     return examples
 
 def task_examples(run, task, path):
-    """labelled_examples, each with its mentions. Prints how many mentions cannot be used."""
+    """labelled_examples with mentions. Prints how many mentions were found or cannot be used."""
     examples = labelled_examples(path, task)
-    missing = sum(e.mentions is None for e in examples)
-    if missing:
+    n_found = sum(e.mentions is None for e in examples)
+    if n_found:
         how, find = data.mention_finder(run.corpus.entity_names)
-        say(f"{path}: the mentions of {missing:,} examples were found by {how}.", sys.stderr)
+        say(f"{path}: the mentions of {n_found:,} examples were found by {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
     passages = data.example_passages(examples, task, run.tokenizer, run.settings.max_length)
@@ -834,29 +834,27 @@ def task_examples(run, task, path):
     return examples
 
 def read_task_examples(run, plan):
-    """(training, dev) examples of a plan. Questions whose answer is no entity of the corpus teach
-    nothing and are left out of training; in evaluation they count as wrong (§4.4)."""
-    if plan.examples:
-        paths = [path for path, _ in plan.examples]
-    else:
+    """(training, dev) examples of a plan; without a dev file, a tenth is set aside. Questions whose
+    answer is no entity of the corpus are not trained on, and count as wrong on dev (§4.4)."""
+    paths = [path for path, _ in plan.examples or []]
+    if not paths:
         path = toy_file(run, plan.kind, "both" if plan.blocks == 2 else "one_hop", "train")
         paths = [path, *dev_files(path)]
-    examples, *dev = [task_examples(run, plan.kind, path) for path in paths]
-    if dev:
-        dev = dev[0]
-    else:
-        order, n_dev = np.random.default_rng(0).permutation(len(examples)), -(-len(examples) // 10)
-        dev, examples = ([examples[i] for i in part] for part in (order[:n_dev], order[n_dev:]))
+    training, *dev = [task_examples(run, plan.kind, path) for path in paths]
+    if not dev:
+        order, n_dev = np.random.default_rng(0).permutation(len(training)), -(-len(training) // 10)
+        dev = [[training[i] for i in order[:n_dev]]]
+        training = [training[i] for i in order[n_dev:]]
     if plan.kind == "qa":
-        n, entities = len(examples), run.corpus.entity_index
-        examples = [e for e in examples if any(answer in entities for answer in e.answers)]
-        if len(examples) < n:
-            say(f"{n - len(examples):,} of {n:,} training questions are left out: none of their "
+        n, entities = len(training), run.corpus.entity_index
+        training = [e for e in training if any(answer in entities for answer in e.answers)]
+        if len(training) < n:
+            say(f"{n - len(training):,} of {n:,} training questions are left out: none of their "
                 "answers is an entity of the corpus.")
-    if not examples:
+    if not training:
         raise UserError(f"{paths[0]}: no example is left to train on: without a dev file a tenth "
                         "is set aside, and answers must be entities of the corpus; add examples")
-    return examples, dev
+    return training, dev[0]
 
 # ==== Set apart: published weights ================================================================
 
@@ -868,27 +866,23 @@ def with_published(run, model):
     _, state, lacks, unused = read_published(run.init, run.config)
     model.load_state_dict(state, strict=False)
     say_of_file(run.init, lacks, unused)
-    tome, special = model.tome, run.corpus.special
+    tome, corpus, quote = model.tome, run.corpus, run.tokenizer.token_to_id('"')
     if run.has_batch_tome:
         tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
-    # The markers took unused entries of the vocabulary, which BERT never trained. They start as the
-    # quotation mark, which also surrounds names.
-    quote = run.tokenizer.token_to_id('"')
-    if quote is not None and not run.has_batch_tome:
+    elif quote is not None:
+        # The markers took unused entries of the vocabulary, which BERT never trained. They start as
+        # the quotation mark, which also surrounds names.
         word = tome.embeddings.word.weight.data
-        word[[special[data.E_START], special[data.E_END]]] = word[quote].clone()
+        word[[corpus.special[data.E_START], corpus.special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
-        tome.mlm.bias.data = word_frequencies(run)
+        # A new MLM head starts with the log frequencies of words in training passages. Learning
+        # these takes a thousand steps.
+        in_training = np.repeat(~corpus.held_out, np.diff(corpus.passage_start))
+        tokens = corpus.tokens[in_training][:10 ** 7]
+        words = tokens[corpus.maskable[tokens]]
+        counts = np.bincount(words, minlength=run.config.vocab_size) + 1
+        tome.mlm.bias.data = torch.from_numpy(np.log(counts / counts.sum())).float()
     return model
-
-def word_frequencies(run):
-    """(vocab,) log frequencies of the words in training passages, the initial bias of an MLM head;
-    to learn these alone takes a thousand steps."""
-    in_training = np.repeat(~run.corpus.held_out, np.diff(run.corpus.passage_start))
-    tokens = run.corpus.tokens[in_training][:10 ** 7]
-    words = tokens[run.corpus.maskable[tokens]]
-    counts = np.bincount(words, minlength=run.config.vocab_size) + 1
-    return torch.from_numpy(np.log(counts / counts.sum())).float()
 
 def say_of_file(path, lacks, unused):
     """Prints what a published file lacks, and which of its tensors are not used."""
@@ -897,7 +891,7 @@ def say_of_file(path, lacks, unused):
         say(f"{path}: not used: {', '.join(unused)}.")
 
 def read_start(run, path):
-    """The weights of --start: another checkpoint of ours, or one of the paper's own code. Raises
+    """The weights of --start: a checkpoint of this project or of the paper's own code. Raises
     UserError where it contains no TOME of this width."""
     if zipfile.is_zipfile(path) or path.endswith(".pt"):
         checkpoint = read_checkpoint(path, "give another --start")
@@ -917,21 +911,21 @@ def read_start(run, path):
     return saved
 
 def start_from(run, tome, plan):
-    """Loads the weights of --start (app. B.6), or for "scratch" random weights (with --init:
-    BERT's), of another seed than BATCH-TOME's, which are those that the memory's encoder was
-    trained from. What the checkpoint lacks, such as memory layers, is random."""
+    """Loads the weights of --start (app. B.6); what these lack, such as memory layers, is random.
+    "scratch" is all random (with --init: BERT's), and of another seed than BATCH-TOME, with whose
+    initial weights the memory's encoder began."""
     if plan.start is None or run.path(plan).exists():
         return
-    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     path = plan.start[0][0]
+    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
     saved = {} if path == "scratch" else read_start(run, path)
     needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
     layers = {name for name in saved if ".transformer." in name}
-    is_other_shape = any(saved[name].shape != state[name].shape
-                         for name in state.keys() & saved.keys())
+    shared = state.keys() & saved.keys()
+    is_other_shape = any(saved[name].shape != state[name].shape for name in shared)
     if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
         raise UserError(f"--start {path}: it contains no TOME of these dimensions")
-    tome.load_state_dict(state | {name: t for name, t in saved.items() if name in state})
+    tome.load_state_dict(state | {name: saved[name] for name in shared})
 
 # ==== Set apart: presets ==========================================================================
 # What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
@@ -962,15 +956,17 @@ PRESETS = {
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
 STAGE_FLAGS = {f.name: f for f in fields(Plan) if f.metadata}       # steps, lr, batch, n_search
+CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "of all random numbers"),
+                                 "warmup": STAGE_FLAGS["steps"]}
 
 def flag(name):
     """The flag of a setting: "hidden" -> "--hidden", "key_dim" -> "--key-dim"."""
     return "--" + name.replace("_", "-")
 
-def check_values(values, flags):
+def check_values(values):
     """Raises UserError for a value that has another type than its flag, or is not allowed."""
     for name, value in values.items():
-        kind, allowed = type(flags[name].default), flags[name].metadata["allowed"]
+        kind, allowed = type(CHECKED[name].default), CHECKED[name].metadata["allowed"]
         if kind is str:
             fits, wanted = value in allowed, f"one of {', '.join(allowed)}"
         else:
@@ -997,17 +993,19 @@ def missing(path, stage, how="missing"):
     """The error where a result that a command needs is not there."""
     return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
 
-def with_file(path, check, *arguments):
-    """check(*arguments), whose errors then name the file that the values come from."""
-    try:
-        return check(*arguments)
-    except UserError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+@contextmanager
+def values_of(path, remedy):
+    """intact, for a file of values that are checked as flags are: the error names the file."""
+    with intact(path, remedy=remedy):
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{path} is damaged: {error}") from error
 
 def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
     unpickled, so a stranger's file runs no code. Raises UserError."""
-    with intact(path, remedy=remedy):
+    with values_of(path, remedy):
         with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
             damaged = file.testzip()
         if damaged:
@@ -1016,12 +1014,16 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
-        plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         steps = [] if about["finished"] is True else [about["step"], about["evaluated"]]
-        if not all(type(step) is int for step in steps) or type(about["made_from"]) is not dict:
-            raise ValueError("its steps or sources are not what they should be")
-        with_file(path, check_values, {name: about[name] for name in STAGE_FLAGS}, STAGE_FLAGS)
+        if not all(type(step) is int for step in steps):
+            raise ValueError("its steps are not what they should be")
+        check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
+        plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
+
+def with_values(defaults, values):
+    """A dataclass with those of the values that are its fields."""
+    return replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
 
 class Run:
     """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
@@ -1030,30 +1032,25 @@ class Run:
 
     def __init__(self, out, saved, blocks=1):
         self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
-        values = {name: f.default for name, f in FLAGS.items()} | saved["settings"]
-        check_values(values, FLAGS)
-        if type(self.seed) is not int or self.seed < 0:
-            raise UserError(f"--seed {self.seed}: must be a whole number from 0")
-        self.settings, self.config = (
-            replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
-            for defaults in (Settings(), Config(n_blocks=blocks)))
+        check_values(saved["settings"] | {"seed": self.seed})
+        for schedule in saved["schedule"].values():
+            check_values(schedule)
+        self.settings = with_values(Settings(), saved["settings"])
         self.settings.schedule = {kind: Schedule(**saved["schedule"][kind])
                                   for kind in self.settings.schedule}
-        for schedule in self.settings.schedule.values():
-            check_values({name: getattr(schedule, name) for name in ("steps", "lr", "batch")},
-                         STAGE_FLAGS)
-        if self.config.hidden % 2 or self.config.hidden % self.config.n_heads:
+        self.config = config = with_values(Config(n_blocks=blocks), saved["settings"])
+        if config.hidden % 2 or config.hidden % config.n_heads:
             raise UserError("--hidden must be even, and a multiple of --n-heads")
-        if self.config.n_upper % blocks and self.config.n_upper > 1:
+        if config.n_upper % blocks and config.n_upper > 1:
             raise UserError("--n-upper must be 1 or a multiple of --blocks")
-        if self.settings.max_length > self.config.max_positions:
+        if self.settings.max_length > config.max_positions:
             raise UserError("--max-length must be at most --max-positions")
         self.is_toy = saved["corpus"] is None
         # A path to published weights, or None. The file of a BATCH-TOME comes trained.
         self.init = saved["init"] and saved["init"]["path"]
         self.has_batch_tome = bool(self.init) and saved["init"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
-        self.is_baseline = self.config.memory != "mentions"
+        self.is_baseline = config.memory != "mentions"
 
     def open(self, device=None, appended=False):
         """Returns the run. appended: with the text of --append, otherwise the corpus that training
@@ -1063,8 +1060,7 @@ class Run:
         if not folder.exists():
             raise missing(folder, "tome")
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
-        with intact(folder, remedy="remove it to make it again"):
-            self.check_sources(folder, self.corpus.meta["made_from"], self.corpus_made_from())
+        self.check_sources(folder, self.corpus.meta.get("made_from"), self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
         self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
@@ -1115,14 +1111,15 @@ class Run:
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
     def check_sources(self, path, made_from, wanted):
-        """Raises UserError where a result was made from other files than those that are there.
-        Both: {name: checksum}."""
-        for name, crc32 in wanted.items():
-            if made_from.get(name) != crc32:
-                if (source := self.out / f"{name}.pt").exists():
-                    read_checkpoint(source)                 # says so if that one is damaged
-                raise UserError(f"{path} was made from another {name}; remove {path} to make it "
-                                "again, or choose another --out")
+        """Raises UserError where a result was made from other files, {name: checksum}, than those
+        that are there."""
+        with intact(path, remedy="remove it to make it again"):
+            others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
+        for name in others:
+            if (self.out / f"{name}.pt").exists():
+                read_checkpoint(self.out / f"{name}.pt")        # says so if that one is damaged
+            raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
+                            "or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
@@ -1132,7 +1129,7 @@ class Run:
         checkpoint = read_checkpoint(path)
         if checkpoint["plan"].name != plan.name:
             raise UserError(f"{path} is {checkpoint['plan'].name}; give it its name, or remove it")
-        self.check_sources(path, checkpoint["about"]["made_from"], self.made_from(plan.kind))
+        self.check_sources(path, checkpoint["about"].get("made_from"), self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
@@ -1148,16 +1145,14 @@ def load_model(run, kind="tome"):
     return model.to(run.device).eval()
 
 def open_memory(run, n_search=0):
-    """The memory beside the corpus that `run` has open, without articles that were replaced. Raises
-    UserError."""
+    """The memory of the corpus that `run` has open, without replaced articles. Raises UserError."""
     folder, encoder = run.base / "memory", run.path(run.plan("batch-tome"))
     for path, stage in ((folder, "memory"), (encoder, "batch-tome")):
         if not path.exists():
             raise missing(path, stage)
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
-    with intact(folder, remedy="remove it to make it again"):
-        run.check_sources(folder, made_from, run.made_from("memory") | corpus)
+    run.check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
     memory = memory if bool(is_kept.all()) else memory.select(is_kept)
     return memory.changed(n_search=n_search or None)
@@ -1167,7 +1162,7 @@ def read_run(out, blocks=1):
     path = Path(out) / "run.json"
     if not path.exists():
         raise missing(path, "tome")
-    with intact(path, remedy="choose another --out"):
+    with values_of(path, "choose another --out"):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
             raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
@@ -1175,10 +1170,10 @@ def read_run(out, blocks=1):
                            ("init", {"path", "vocab", "weights", "trained"})):
             if saved[name] is not None and saved[name].keys() != keys:
                 raise ValueError(f"{name} is not what it should be")
-        return with_file(path, Run, out, saved, blocks)
+        return Run(out, saved, blocks)
 
 def open_run(out, task=None, device=None, n_search=0, blocks=1):
-    """(run, trained TOME, whole memory) of a run folder, with what was appended. Writes nothing."""
+    """(run, trained TOME, whole memory), with the text of --append. Writes nothing."""
     fast_matmul()
     run = read_run(out, blocks).open(device, appended=True)
     tome = load_model(run, task or "tome")
@@ -1186,63 +1181,78 @@ def open_run(out, task=None, device=None, n_search=0, blocks=1):
 
 # ---- What a command asks for ---------------------------------------------------------------------
 
-def new_saved(preset, seed):
-    """run.json of a new run of a preset on the toy world."""
-    values = {name: f.default for name, f in FLAGS.items()} | PRESETS[preset]
-    schedule = values.pop("schedule", Settings().schedule)
-    return {"format": data.FORMAT, "preset": preset, "seed": seed, "from": None, "corpus": None,
-            "init": None, "settings": values,
-            "schedule": {kind: vars(plan) for kind, plan in schedule.items()}}
-
 def with_flags(saved, args):
-    """run.json with what this command's flags say in its place. Raises UserError."""
-    given = {name: getattr(args, name) for name in ("preset", "seed", "from", *FLAGS)
-             if getattr(args, name) is not None}
-    settings = saved["settings"] | {name: given.pop(name) for name in FLAGS if name in given}
-    saved = saved | given | {"settings": settings}
+    """run.json with the flags of this command in its place. Raises UserError."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
+    saved = saved | {name: given[name] for name in ("preset", "seed", "from") if name in given}
     if args.corpus is not None:
-        saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("--corpus", args.corpus)}
+        saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("corpus", args.corpus)}
     if args.init is not None:
-        config = replace(Config(), **{name: settings[name] for name in vars(Config())
-                                      if name in settings})
-        saved["init"], sizes = describe_published(args.init, config)
+        saved["init"], sizes = describe_published(args.init, with_values(Config(), settings))
         for name, value in sizes.items():
-            if getattr(args, name) not in (None, value):
-                raise UserError(f"{flag(name)} {getattr(args, name)}: --init has {value}; leave it "
-                                "out")
-        saved["settings"] = settings | sizes
-    return saved
+            if given.get(name, value) != value:
+                raise UserError(f"{flag(name)} {given[name]}: --init has {value}; leave it out")
+        settings |= sizes
+    return saved | {"settings": settings}
 
-def differences(saved, other):
-    """(name, value, other value) of what differs between two run.json. A file may have moved."""
-    for name in ("preset", "seed", "from", "corpus", "init"):
-        one, two = ({**x[name], "path": None} if isinstance(x[name], dict) else x[name]
-                    for x in (saved, other))
-        if one != two:
-            yield name, *(x[name]["path"] if isinstance(x[name], dict) else x[name]
-                          for x in (saved, other))
-    for name, value in other["settings"].items():
-        if saved["settings"][name] != value:
-            yield name, saved["settings"][name], value
+def describe_published(path, config):
+    """(what run.json contains of --init, its sizes {name: value}). Raises UserError."""
+    config, state, _, _ = read_published(path, config)
+    trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
+    if vocab is None:
+        raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
+                        "weights: that of bert-base-uncased)")
+    words = data.load_tokenizer(vocab).get_vocab_size()
+    if words != config.vocab_size:
+        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights have "
+                        f"{config.vocab_size:,}; put the matching vocab.txt there")
+    if os.path.isfile(path) and not (trained and config.n_blocks == 1):
+        raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
+                        "--stage tome --start")
+    names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
+    names += ["key_dim", "value_dim", "coref_dim"] * trained
+    init = {"path": path, "vocab": checksum(vocab), "trained": trained,
+            "weights": [checksum(file) for file in weights_files(path)]}
+    return init, {name: getattr(config, name) for name in names}
 
 def file_checksum(name, path):
-    """The checksum of a file that a flag names. Raises UserError where it is no file."""
+    """The checksum of the file that a flag names. Raises UserError where it is no file."""
     if not os.path.isfile(path):
-        raise UserError(f"{name} {path}: no such file")
+        raise UserError(f"{flag(name)} {path}: no such file")
     return checksum(path)
 
+def differences(before, now):
+    """(name, value before, value now) of each value in `now` that differs. Files are compared by
+    their checksums, since they may have moved, and shown by their paths."""
+    def split(value):               # what is shown, what is compared
+        if isinstance(value, dict):         # a file in run.json
+            return value["path"], value | {"path": None}
+        if isinstance(value, list):         # files of a stage: [[path, checksum], …]
+            return value[0][0], [crc32 for _, crc32 in value]
+        return value, value
+    for name, value in now.items():
+        (old, old_content), (new, new_content) = split(before.get(name)), split(value)
+        if old_content != new_content:
+            yield name, old, new
+
+def run_values(saved):
+    """The values of run.json that flags set."""
+    return {name: saved[name] for name in ("preset", "seed", "from", "corpus", "init")} \
+        | saved["settings"]
+
 def inherit(args):
-    """--from OLD: makes the run folder args.out, unless it is there, with the settings of OLD and
-    the flags of this command, and links the results of OLD from before the stage that it names.
-    Raises UserError where one of these depends on a changed setting."""
-    out, at = Path(args.out), STAGES.index(args.stage)
+    """--from OLD: makes the run folder, unless it is there, from OLD's settings and this command's
+    flags, and links the results of OLD from before the stage named. Raises UserError where such a
+    result depends on a changed setting."""
+    out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
     if getattr(args, "from") is None or (out / "run.json").exists():
         return
     old = read_run(getattr(args, "from"))
     saved = with_flags(old.saved, args)
-    for name, before, now in differences(old.saved, saved):
+    for name, before, now in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
-        if STAGES.index(since) < at and name != "from":
+        if since in before_it and name != "from":
             raise UserError(f"{flag(name)} {now}: {old.out} has {before}, and its results from "
                             f"before --stage {args.stage} depend on it; leave the flag out, or "
                             "start a new run without --from")
@@ -1253,12 +1263,11 @@ def inherit(args):
     with alone_in(part):
         for path in part.iterdir():                 # of a command that was killed
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for name in sum((results[stage] for stage in STAGES[:at]), []):
+        for name in sum((results[stage] for stage in before_it), []):
             source = old.out / name
             if source.is_dir():
                 shutil.copytree(source, part / name, copy_function=data.link)
-                for folder, _, _ in os.walk(part / name):
-                    data.sync_folder(folder)
+                data.sync_folder(part / name)
             elif source.exists() and read_checkpoint(source)["about"]["finished"]:
                 data.link(source, part / name)
         write_json(part / "run.json", saved)
@@ -1266,13 +1275,14 @@ def inherit(args):
         data.sync_folder(out.absolute().parent)
 
 def settle(args):
-    """(Run, Plans) of this command: its run folder, new or existing, and the stages up to the one
-    it names. Finds mistakes in flags, examples and --start before anything is trained."""
+    """(Run, Plans of the stages up to the one named). Finds mistakes in flags, examples and --start
+    before anything is written or trained."""
     out, kind = Path(args.out), args.task or args.stage
     choose_device(args.device)          # only for its error
     if (out / "run.json").exists():
         run = read_run(out, args.blocks)
-        for name, before, now in differences(run.saved, with_flags(run.saved, args)):
+        now = run_values(with_flags(run.saved, args))
+        for name, before, now in differences(run_values(run.saved), now):
             made = f"without {flag(name)}" if before is None else f"with {flag(name)} {before}"
             raise UserError(f"{flag(name)} {now}: {out} was made {made}; leave the flag out, or "
                             "choose another --out")
@@ -1280,93 +1290,71 @@ def settle(args):
         for path in (*out.glob("*.pt"), *out.glob("memory")):
             raise UserError(f"{path} is there, but {out / 'run.json'} is missing; restore it, or "
                             "choose another --out")
-        saved = new_saved(args.preset or "toy", args.seed or 0)
+        preset = args.preset or "toy"
+        values = {name: f.default for name, f in FLAGS.items()} | PRESETS[preset]
+        schedule = values.pop("schedule", Settings().schedule)
+        saved = {"format": data.FORMAT, "preset": preset, "seed": 0, "from": None, "corpus": None,
+                 "init": None, "settings": values,
+                 "schedule": {kind: vars(plan) for kind, plan in schedule.items()}}
         run = Run(out, with_flags(saved, args), args.blocks)
     return run, [stage_plan(run, stage, args if stage == kind else None)
                  for stage in run.stages_to(kind) if stage != "memory"]
 
 def stage_plan(run, kind, args=None):
-    """The Plan of a stage: that of its file, once the stage has begun. Otherwise the run's default
-    with the flags of args. Raises UserError for a flag that contradicts the file, or cannot be."""
+    """The Plan of a stage: that of its file once it has begun, otherwise the run's default with the
+    flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
     plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None:
         plan = replace(plan, **flags)
         return replace(plan, warmup=min(plan.warmup, plan.steps // 10))
-    plan = checkpoint["plan"]
-    for name, value in flags.items():
-        before, is_file = getattr(plan, name), name in ("start", "examples")
-        is_same = value == before
-        if is_file and before:                      # the files may have moved
-            is_same = [crc32 for _, crc32 in value] == [crc32 for _, crc32 in before]
+    for name, before, now in differences(vars(checkpoint["plan"]), flags):
         # After a loss that is not a number a stage may continue with a lower learning rate.
-        is_lower = name == "lr" and value < before and not checkpoint["about"]["finished"]
-        if not is_same and not is_lower:
-            value, before = (x[0][0] if is_file and x else x for x in (value, before))
-            raise UserError(f"{flag(name)} {value}: {path} was made with {before}; leave the flag "
+        if name != "lr" or now > before or checkpoint["about"]["finished"]:
+            raise UserError(f"{flag(name)} {now}: {path} was made with {before}; leave the flag "
                             f"out, remove {path} to train again, or choose another --out")
-    return replace(plan, **flags)
+    return replace(checkpoint["plan"], **flags)
 
 def stage_flags(run, args):
     """{name: value} of the flags that belong to the stage named. Raises UserError."""
     flags = {name: getattr(args, name) for name in STAGE_FLAGS if getattr(args, name) is not None}
-    check_values(flags, STAGE_FLAGS)
+    check_values(flags)
     if run.is_baseline and flags.get("n_search"):
         raise UserError("--n-search: a baseline has no mention memory; leave it out")
     if args.start == "scratch" and run.has_batch_tome:
         raise UserError("--start scratch: --init has trained weights; leave --start out")
-    if args.start is not None:
-        crc32 = 0 if args.start == "scratch" else file_checksum("--start", args.start)
-        flags["start"] = [[args.start, crc32]]
-        if args.start != "scratch":
-            read_start(run, args.start)                                 # only for its errors
+    if args.start == "scratch":
+        flags["start"] = [["scratch", 0]]
+    elif args.start is not None:
+        flags["start"] = [[args.start, file_checksum("start", args.start)]]
+        read_start(run, args.start)                                     # only for its errors
     if args.examples is not None:
         paths = [args.examples, *map(str, dev_files(args.examples))]
-        flags["examples"] = [[path, file_checksum("--examples", path)] for path in paths]
+        flags["examples"] = [[path, file_checksum("examples", path)] for path in paths]
         for path in paths:
             examples = labelled_examples(path, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
                 raise UserError(f"{path}: all claims have the same label; add claims of another")
     elif args.task and not run.is_toy and not run.path(run.plan(args.task)).exists():
-        raise UserError(f"--task {args.task} with a corpus of your own needs --examples FILE "
-                        "(README)")
+        raise UserError(f"--task {args.task} on your own corpus needs --examples FILE (README)")
     return flags
 
-def describe_published(path, config):
-    """(what run.json contains of --init, its sizes {name: value}): checksums of its vocabulary and
-    weights, and whether it is trained, as a BATCH-TOME of the paper's own code is."""
-    config, state, _, _ = read_published(path, config)
-    trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
-    if vocab is None:
-        raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
-                        "weights: that of bert-base-uncased)")
-    words = data.load_tokenizer(vocab).get_vocab_size()
-    if words != config.vocab_size:
-        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights "
-                        f"{config.vocab_size:,}")
-    if os.path.isfile(path) and not (trained and config.n_blocks == 1):
-        raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
-                        "--stage tome --start")
-    names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
-    names += ["key_dim", "value_dim", "coref_dim"] * trained
-    init = {"path": path, "vocab": checksum(vocab), "trained": trained,
-            "weights": [checksum(file) for file in weights_files(path)]}
-    return init, {name: getattr(config, name) for name in names}
+def needs_memory(run, plan, args):
+    """Whether the memory, which follows batch-tome, is asked for and is not there."""
+    return plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists()
 
 def announce(run, plans, args):
-    """Prints what the command is going to do: the stages that still have to run, with their steps
-    and where these come from."""
+    """Prints the stages that the command will run, their steps and where these come from."""
     parts = []
     for plan in plans:
-        checkpoint, why = run.checkpoint(plan), f"preset {run.saved['preset']}"
-        if plan.steps != run.plan(plan.kind).steps:
-            why = "--steps"
+        checkpoint, is_default = run.checkpoint(plan), plan.steps == run.plan(plan.kind).steps
         if checkpoint is None:
+            why = f"preset {run.saved['preset']}" if is_default else "--steps"
             parts.append(f"{plan.name} ({plan.steps:,} steps, {why})")
         elif not checkpoint["about"]["finished"]:
             step = checkpoint["about"]["step"]
             parts.append(f"{plan.name} (from step {step:,} to {plan.steps:,})")
-        if plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists():
+        if needs_memory(run, plan, args):
             parts.append("memory")
     if args.append is not None:
         parts.append(f"append {args.append}")
@@ -1375,8 +1363,7 @@ def announce(run, plans, args):
 # ---- What a command makes ------------------------------------------------------------------------
 
 def prepare(run, source):
-    """Makes the toy world, the corpus and run.json where they are missing. The first process does
-    it; the others wait. source: --corpus, or None."""
+    """The first process makes the corpus and run.json where they are missing; the others wait."""
     ann.barrier()               # all have read what is there
     if ann.rank_and_size()[0] == 0:
         if not (run.out / "corpus").exists():
@@ -1402,91 +1389,75 @@ def make_world(folder, seed):
 
 def make_corpus(run, source, folder, old=None, replace_articles=False, appended=()):
     """Tokenises `source` into the folder. old: a Corpus that comes first, unchanged, whose
-    tokenizer is used; appended: what the new corpus says was appended to it."""
-    made_from = run.corpus_made_from()
+    tokenizer is used; appended: [checksum, replace_articles] of each file of --append."""
+    settings, made_from = run.settings, run.corpus_made_from()
     if old is not None:
         tokenizer = old.tokenizer
     elif run.init:
         tokenizer = data.load_tokenizer(beside(run.init, "vocab.txt") or run.init)
     else:
         say(f"Learning a vocabulary from {source}.")
-        tokenizer = data.train_tokenizer((text.text for text in data.read_corpus(source)),
-                                         run.settings.vocab)
+        texts = (text.text for text in data.read_corpus(source))
+        tokenizer = data.train_tokenizer(texts, settings.vocab)
     say(f"Tokenising {source}.")
-    settings = run.settings
     corpus = data.Corpus.build(source, folder, tokenizer, settings.passage_length,
                                settings.max_length, settings.unseen, old, replace_articles,
                                made_from=made_from, appended=list(appended))
-    read = appended[-1][0] if old is not None else None if run.is_toy else made_from["text"]
-    if read is not None and checksum(source) != read:
+    expected = appended[-1][0] if appended else made_from["text"]
+    if checksum(source) != expected and (appended or not run.is_toy):
         shutil.rmtree(folder)
         raise UserError(f"{source} changed while it was read; run the command again")
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
-def make_memory(run):
-    """The Mention Encoder encodes the corpus (§2.1.2)."""
-    encoder = load_model(run, "batch-tome")
-    build_memory(encoder, run.corpus, run.out / "memory", run.device,
-                 np.dtype(run.settings.memory_dtype), run.made_from("memory"))
+def make_memory(run, corpus, folder, old_folder=None):
+    """The Mention Encoder encodes the corpus (§2.1.2). old_folder: its memory before --append."""
+    made_from = run.made_from("memory") | {"corpus": checksum(corpus.folder / "meta.json")}
+    build_memory(load_model(run, "batch-tome"), corpus, folder, run.device,
+                 np.dtype(run.settings.memory_dtype), made_from, old_folder)
 
 def append(run, file, replace_articles):
-    """Adds a corpus file to what the model can look up, without training, as a new folder
-    appended-NNNN; training never uses it. replace_articles: articles of the file replace those of
-    the same title."""
+    """Adds a corpus file, and the memory of it, as a new folder appended-NNNN, which training never
+    uses. replace_articles: articles of the file replace those of the same title."""
     run.open(run.device.type, appended=True)
-    before, is_first = run.base, ann.rank_and_size()[0] == 0
-    record = [file_checksum("--append", file), replace_articles]
-    done = run.corpus.meta["appended"]
+    done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
     if record in done:
-        say(f"{file} was appended before, to {before}; nothing is left to do.")
+        say(f"{file} was appended before, to {run.base}; nothing is left to do.")
         return
-    encoder = load_model(run, "batch-tome")
     open_memory(run)                                    # only for its errors
-    folder = run.out / f"appended-{len(done) + 1:04d}"
+    folder, is_first = run.out / f"appended-{len(done) + 1:04d}", ann.rank_and_size()[0] == 0
     part = Path(f"{folder}.part")
-    if is_first and appended_in(part) != [*done, record]:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        data.sync_folder(run.out)
-        say_unknown_words(run, file)
-        make_corpus(run, file, part / "corpus", run.corpus, replace_articles, [*done, record])
+    if is_first:
+        append_corpus(run, file, part, replace_articles, [*done, record])
     ann.barrier()
-    n, run.corpus = len(run.corpus.article), data.Corpus(part / "corpus")
-    made_from = run.made_from("memory") | {"corpus": checksum(part / "corpus" / "meta.json")}
+    new, n = data.Corpus(part / "corpus"), len(run.corpus.article)
     if not (part / "memory").exists():
-        build_memory(encoder, run.corpus, part / "memory", run.device,
-                     np.dtype(run.settings.memory_dtype), made_from, before / "memory")
+        make_memory(run, new, part / "memory", run.base / "memory")
     if is_first:
         os.rename(part, folder)
         data.sync_folder(run.out)
     ann.barrier()
-    say(f"{len(run.corpus.article) - n:,} passages of {file} added to {n:,}.")
+    say(f"{len(new.article) - n:,} passages of {file} added to {n:,}.")
 
-def appended_in(part):
-    """What a half-made appended-NNNN.part was appended from, or None where its corpus is not
-    whole."""
-    if not (part / "corpus").exists():
-        return None
-    return data.open_folder(part / "corpus", "tokenised corpus")["appended"]
-
-def say_unknown_words(run, file):
-    """Names words of the file that the vocabulary lacks: the model never saw them in training."""
+def append_corpus(run, file, part, replace_articles, appended):
+    """Makes the corpus of --append, unless a killed command left it there. Prints words that the
+    model never saw in training."""
+    corpus = part / "corpus"
+    if corpus.exists() and data.open_folder(corpus, "tokenised corpus")["appended"] == appended:
+        return
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    data.sync_folder(run.out)
     unknown = data.unknown_words(run.tokenizer, (text.text for text in data.read_corpus(file)))
     if unknown:
         shown = ", ".join(unknown[:10]) + (", …" if len(unknown) > 10 else "")
         say(f"{file}: {len(unknown):,} words are not in the vocabulary, so names that contain them "
             f"are hardly recognised: {shown}")
-
-def say_memory(folder):
-    """Prints the size of a memory. Raises UserError where it is not whole."""
-    about = data.open_folder(folder, "memory", wanted=lambda name: False)
-    say(f"memory: {about['n']:,} linked mentions in {folder}.")
+    make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
-    """Appends a line to log.jsonl, durably. After a crash a step can occur twice, with the same
-    values."""
+    """Appends a line to log.jsonl. After a crash a step can occur twice, with the same values."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
@@ -1498,8 +1469,8 @@ def log(out, record):
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and locks it, so that other commands are refused. The system releases
-    the lock however this command ends. A new folder that stays empty is removed again."""
+    """Makes the run folder and locks it until the command ends, in whatever way. Other commands are
+    refused. A new folder that stays empty is removed again."""
     is_new, folder = not os.path.exists(out), None
     os.makedirs(out, exist_ok=True)
     data.sync_folder(Path(out).absolute().parent)
@@ -1527,10 +1498,9 @@ def alone_in(out):
 def signals_to(handler):
     """Ctrl-C and SIGTERM call handler(number, frame). Outside of the main thread, as in a notebook,
     Python handles no signals, and nothing happens here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -1540,10 +1510,9 @@ def signals_to(handler):
 def fast_matmul():
     """Faster float32 products on processors without AMX: oneDNN's setting "bf16" still computes in
     float32 there, on AMD's in half of MKL's time. Undone where a test product is not exact. It has
-    to be on wherever bits are to agree.
-
-    oneDNN, and PyTorch beside it, keep a compiled product for each shape. Batches have many shapes,
-    and the default of 1,024 of them takes gigabytes, so fewer are kept."""
+    to be on wherever bits are to agree."""
+    # A compiled product is kept for each shape. Batches have many shapes, and the default of 1,024
+    # products takes gigabytes.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "128")         # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
@@ -1582,17 +1551,17 @@ def choose_device(name=None):
     """The torch.device of --device; with several processes, a GPU for each. Raises UserError."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
-    if name != "cpu" and torch.cuda.is_available():
-        index, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if index >= n:
-            raise UserError(f"this machine has {n} GPUs: start {n} processes, or give --device cpu")
-        return torch.device("cuda", index)
-    return torch.device("cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= n:
+        raise UserError(f"this machine has {n} GPUs: start {n} processes, or give --device cpu")
+    return torch.device("cuda", index)
 
 def join_processes(device):
-    """Joins the other processes that torchrun started, if any. A process that dies closes its
-    connections, so the others know at once. Raises UserError where the others are not there within
-    minutes; once they are, they may wait for a day while the first one tokenises the corpus."""
+    """Joins the other processes that torchrun started, if any. Raises UserError where these are not
+    there within minutes. Later they may wait for a day while the first one tokenises the corpus; a
+    process that dies closes its connections, so the others know at once."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
         return
@@ -1615,56 +1584,54 @@ def join_processes(device):
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
                                 world_size=size, timeout=day)
 
-TRAINED = ("batch-tome", "tome", "finetune")
-GOES_WITH = {"steps": TRAINED, "batch": TRAINED, "lr": TRAINED, "start": ("tome", "finetune"),
-             "append": ("memory",), "replace": ("memory",), "task": ("finetune",),
-             "examples": ("finetune",), "n_search": ("tome", "finetune"),
-             "blocks": ("tome", "finetune")}
+def options(f):
+    """What argparse is told of a setting."""
+    if isinstance(f.default, str):
+        return {"choices": f.metadata["allowed"], "help": f.metadata["help"]}
+    kind = type(f.default)
+    return {"type": kind, "metavar": kind.__name__.upper(), "help": f.metadata["help"]}
 
-def add_flags(group, flags):
-    """Adds a flag for each setting."""
-    for name, f in flags.items():
-        kind, text = type(f.default), f.metadata["help"]
-        if kind is str:
-            group.add_argument(flag(name), choices=f.metadata["allowed"], help=text)
-        else:
-            group.add_argument(flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+PATH = {"type": os.path.abspath, "metavar": "PATH"}
+ARGUMENTS = {       # flags that are no settings, in groups, and what argparse is told of each
+    "the command": {
+        "stage": {"choices": STAGES[1:], "required": True},
+        "out": {"help": "folder of the run (default: runs/<preset>)"},
+        "device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is one"},
+        "quiet": {"action": "store_true", "help": "no report at the end"}},
+    "a new run; in an existing folder these may be left out": {
+        "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
+        "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
+        "init": PATH | {"help": "a BERT's folder to start batch-tome from, or a BATCH-TOME file of "
+                        "the paper's own code, which counts as trained"},
+        "from": PATH | {"help": "use the results of this run from before the stage; settings that "
+                        "they do not depend on may be changed"}},
+    "the stage; stored in its file when it begins": {
+        "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
+        "start": {"help": "start from the weights of this .pt file, of a TOME file of the paper's "
+                  "own code (with --steps 0: taken as trained), or from scratch"},
+        "task": {"choices": ("claims", "qa"), "help": "of --stage finetune"},
+        "examples": {"help": "a file to train on (default: the toy world's examples)"},
+        "append": {"help": "add a corpus file to the memory, without training"},
+        "replace": {"action": "store_true", "default": None,
+                    "help": "with --append: its articles replace those of the same title"}}}
+GOES_WITH = {       # stages, and the flags that do nothing in others
+    ("batch-tome", "tome", "finetune"): ("steps", "batch", "lr"),
+    ("tome", "finetune"): ("start", "n_search", "blocks"),
+    ("memory",): ("append", "replace"), ("finetune",): ("task", "examples")}
 
 def parse_arguments(argv):
     """The command line. A flag that would do nothing is refused: it was meant for another stage."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
-    add = parser.add_argument
-    add("--stage", choices=STAGES[1:], required=True)
-    add("--out", help="folder of the run (default: runs/<preset>)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--quiet", action="store_true", help="no report at the end")
-    group = parser.add_argument_group("a new run; in an existing folder these may be left out")
-    add = group.add_argument
-    add("--preset", choices=list(PRESETS))
-    add("--seed", type=int)
-    add("--corpus", type=os.path.abspath, metavar="FILE",
-        help="JSON lines, plain or .gz (README); default: the toy world")
-    add("--init", type=os.path.abspath, metavar="PATH", help="a BERT's folder to start batch-tome "
-        "from, or a BATCH-TOME file of the paper's own code, which counts as trained")
-    add("--from", type=os.path.abspath, metavar="DIR", help="use the results of this run from "
-        "before the stage; settings that they do not depend on may be changed")
-    group = parser.add_argument_group("the stage; stored in its file when it begins")
-    add = group.add_argument
-    add("--blocks", type=int, choices=(1, 2), help="TOME-1 (default) or TOME-2")
-    add("--start", metavar="FILE", help="start from the weights of this .pt file, of a TOME "
-        "file of the paper's own code (with --steps 0: taken as trained), or from scratch")
-    add("--task", choices=("claims", "qa"), help="of --stage finetune")
-    add("--examples", metavar="FILE", help="examples to train on (default: the toy world's)")
-    add("--append", metavar="FILE", help="add a corpus file to the memory, without training")
-    add("--replace", action="store_true", default=None, help="with --append: its articles replace "
-        "those of the same title")
-    add_flags(group, STAGE_FLAGS)
-    group = parser.add_argument_group("settings of a new run (default: the preset's)")
-    add_flags(group, FLAGS)
+    for title, flags in (*ARGUMENTS.items(), ("settings of the stage", STAGE_FLAGS),
+                         ("settings of a new run (default: the preset's)", FLAGS)):
+        group = parser.add_argument_group(title)
+        for name, f in flags.items():
+            group.add_argument(flag(name), **(f if isinstance(f, dict) else options(f)))
     args = parser.parse_args(argv)
-    for name, stages in GOES_WITH.items():
-        if getattr(args, name) is not None and args.stage not in stages:
-            parser.error(f"{flag(name)} goes with --stage {' or '.join(stages)}")
+    for stages, names in GOES_WITH.items():
+        for name in names:
+            if getattr(args, name) is not None and args.stage not in stages:
+                parser.error(f"{flag(name)} goes with --stage {' or '.join(stages)}")
     if args.stage == "finetune" and not args.task:
         parser.error("--stage finetune needs --task")
     if args.replace and args.append is None:
@@ -1674,7 +1641,7 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """Runs the stages up to the one named that are not finished; then appends."""
+    """Runs the unfinished stages up to the one named, then appends. Returns the last Plan."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
     ann.barrier()               # the first process has made what --from asks for
@@ -1690,22 +1657,23 @@ def train(args):
             train_stage(run, plan, checkpoint)
             how = "finished" if plan.steps else "taken as trained"
             say(f"Stage {plan.name} {how} in {time.time() - started:.0f} s.")
-        if plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists():
-            make_memory(run)
+        if needs_memory(run, plan, args):
+            make_memory(run, run.corpus, run.out / "memory")
     if args.append is not None:
         append(run, args.append, bool(args.replace))
     if args.stage == "memory":
-        say_memory(run.appended() / "memory")
+        folder = run.appended() / "memory"
+        n = data.open_folder(folder, "memory", wanted=lambda name: False)["n"]
+        say(f"memory: {n:,} linked mentions in {folder}.")
+    return plans[-1]
 
-def report(args):
+def report(args, plan):
     """Runs eval.py on the result; returns its exit status. Several processes only print the
     command: a memory that fills them all may be too large for one."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
-    run = read_run(args.out, args.blocks)
-    checkpoint = run.checkpoint(run.plan(args.task or args.stage))
-    if checkpoint["about"]["n_search"]:
-        flags.append(f"--n-search={checkpoint['about']['n_search']}")
+    if plan.n_search:
+        flags.append(f"--n-search={plan.n_search}")
     if ann.rank_and_size()[1] > 1:
         say(f"Finished; python eval.py {' '.join(flags)} shows what was learned.")
         return 0
@@ -1725,9 +1693,9 @@ def main(argv=None):
             if is_first:
                 inherit(args)
             with alone_in(args.out) if is_first else nullcontext():
-                train(args)
+                plan = train(args)
             if args.stage in ("tome", "finetune") and not args.quiet:
-                status = report(args)
+                status = report(args, plan)
     except KeyboardInterrupt as stop:
         say(f"{str(stop) or 'Stopped'}; the same command continues from there.")
         status = 130
