@@ -7,13 +7,13 @@
     sharded_topk     each process searches its own keys for everybody's queries (app. C.1)
     fetch            requests the chosen rows from the processes that hold them
 
-All searches return scores by falling value, and equal scores by rising id. They leave out the keys
-of the query's own passage (passage -1 is nobody's) and every score that is not a finite number.
-Where nothing is left, score is -inf and id is -1. Keys may be float32, float16 or bfloat16, and may
-be a numpy memory map; scores are float32. The fast searches and `fetch` have no gradient.
+All searches return scores by falling value, and equal scores by rising id. They exclude the keys of
+the query's own passage (passage -1 is nobody's) and scores that are not finite. Where nothing is
+left, the score is -inf and the id -1. Keys may be float32, float16 or bfloat16, and a numpy memory
+map; scores are float32. The fast searches and `fetch` have no gradient.
 
-The functions by which processes send each other data stand at the end. Without an initialised
-process group, each of them does the same for the one process."""
+The functions with which processes exchange data are at the end. Without an initialised process
+group, each of them does the same for the one process."""
 from itertools import pairwise
 
 import torch
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    In float32 also where training computes in bfloat16 (in which queries come from their layer).
-    That would round a score of 50 by up to 0.125, and attention weights are exponentials."""
+    In float32 even where training computes in bfloat16, which would round a score of 50 by up to
+    0.125: attention weights are exponentials of scores."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
@@ -144,8 +144,8 @@ def merge(best, query, id, score):
     query, id, score (F,). Equal scores of a query have rising ids, all above those in `best`."""
     (Q, k), device = best[0].shape, score.device
     every = torch.arange(Q, device=device).repeat_interleave(k)
-    query, id = torch.cat([every, query]), torch.cat([best[1].flatten(), id])
-    score = torch.cat([best[0].flatten(), score])
+    query, score, id = (torch.cat([x.flatten(), y])
+                        for x, y in ((every, query), (best[0], score), (best[1], id)))
     # One sort of integers orders by query, then by falling score.
     order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices
     count = torch.bincount(query, minlength=Q)
@@ -225,13 +225,13 @@ class BucketedIndex:
         if Q == 0 or k == 0 or n_search == 0:
             return best
         probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A query's scores are a row: the keys of its first bucket, then of its second, … A row is
-        # as wide as the longest, rounded up to whole blocks, and -inf where there is no key.
+        # A row of scores per query: the keys of its first bucket, then of its second, … A row is as
+        # wide as the longest, rounded up to whole blocks, and -inf where there is no key.
         count = self.count[probed].view(Q, n_search)
         width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
         scores = torch.full((Q * width,), -torch.inf, device=device)
-        row = torch.arange(Q, device=device)[:, None] * width
         # Where the scores of each (query, bucket) begin in `scores`: (Q * n_search,), rising.
+        row = torch.arange(Q, device=device)[:, None] * width
         begin = (row + count.cumsum(1) - count).flatten()
         # Bucket after bucket, so that its keys are read once for all queries that ask for it.
         order = probed.argsort(stable=True)
@@ -242,21 +242,19 @@ class BucketedIndex:
         for b, askers, place in zip(buckets, asking, places):
             keys = self.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
-        # Some of the best may be of the query's own passage, which is taken out afterwards.
-        n = k + self.largest
-        size = block_size(width, n)
-        blocks = scores.view(Q, size, -1).transpose(0, 1)
+        n = k + self.largest            # so many, since the own passage's are discarded below
+        blocks = scores.view(Q, block_size(width, n), -1).transpose(0, 1)
         maxima = block_maxima(blocks)                           # (Q, width / size)
-        bar = just_below(maxima, n, dim=1)[:, None]
-        (j, query, block), score = high_scores(blocks, maxima, bar)
+        bar = just_below(maxima, n, dim=1)
+        (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
         # Back from a place in `scores` to its bucket, and from the place inside it to the key.
         place = query * width + j * maxima.shape[1] + block     # (F,)
         pair = torch.searchsorted(begin, place, right=True) - 1
         id = self.id[self.start[probed[pair]] + place - begin[pair]]
-        order = id.argsort()
         if query_passage is not None:
-            own = query_passage[query]
-            order = order[((self.passage[id] != own) | (own < 0))[order]]
+            own = (query_passage[query] == self.passage[id]) & (query_passage[query] >= 0)
+            score = score.masked_fill(own, -torch.inf)
+        order = id.argsort()
         return merge(best, query[order], id[order], score[order])
 
 # ---- several processes
@@ -337,10 +335,9 @@ QUERIES = 2048          # queries that sharded_topk passes to a search at a time
 def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     """For each query of this process, the k best of every shard's k_shard best (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
-    queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: how many keys each
-    process has. Returns scores, ids (Q, k); ids number the rows of all shards one after the other.
-    Exact if k_shard = k; with less, what a shard has beyond is lost. k = k_shard × processes keeps
-    all: no further top-k (app. C.1.4)."""
+    queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
+    of each process. Returns scores, ids (Q, k); ids number the rows of all shards in turn. Exact if
+    k_shard = k. With k = k_shard × processes there is no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
@@ -358,21 +355,19 @@ def fetch(ids, tables):
     tables: this process's shards, all of one length. A process requests each row once, however
     often it needs the row; besides ids and rows, only counts are sent."""
     (rank, size), device, found = rank_and_size(), ids.device, ids >= 0
-    filled = []
     if size == 1 and len(tables[0]) > 0:
-        for table in tables:
-            rows = table.index_select(0, ids.clamp(min=0).flatten())
-            filled.append(rows.view(*ids.shape, *rows.shape[1:]))
-            filled[-1][~found] = 0
+        row = ids.clamp(min=0).flatten()
+        filled = [table.index_select(0, row).unflatten(0, ids.shape) for table in tables]
+        for rows in filled:
+            rows[~found] = 0
         return filled
+    filled = [table.new_zeros(*ids.shape, *table.shape[1:]) for table in tables]
     first = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
     requests, inverse = ids[found].unique(return_inverse=True)         # sorted, so by process
     owner = torch.searchsorted(first, requests, right=True) - 1
     counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who asks][whom]
     asked_by_us, asked_of_us = counts[rank], [row[rank] for row in counts]
     local = exchange(requests, asked_by_us, asked_of_us) - first[rank]
-    for table in tables:
-        rows = exchange(table[local], asked_of_us, asked_by_us)
-        filled.append(rows.new_zeros(*ids.shape, *rows.shape[1:]))
-        filled[-1][found] = rows[inverse]
+    for rows, table in zip(filled, tables):
+        rows[found] = exchange(table[local], asked_of_us, asked_by_us)[inverse]
     return filled

@@ -88,7 +88,8 @@ class Settings:
     # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
     # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
-    own_values: int = setting(0, (0, 1), "1: until then give each mention its own value")
+    own_values: float = setting(0.0, (0, 1), "fraction of these steps, the last ones, in which each "
+                                "mention is given its own value")
     fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
     fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
@@ -219,7 +220,8 @@ class BatchTOMEStage:
         model, memory = self.model, "batch"
         is_first_part = step < self.fit_step
         if is_first_part:
-            memory = "own" if self.run.settings.own_values else None
+            is_practice = step >= self.fit_step * (1 - self.run.settings.own_values)
+            memory = "own" if is_practice else None
         H0, alone, H, _ = model(batch, memory)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
         outputs = [H0, alone] if is_first_part else [H]
@@ -426,10 +428,17 @@ def optimizer_for(run, model, kind):
         groups.setdefault((scale, decay), group)["params"].append(parameter)
     return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
-def learning_rate(plan, step):
-    """Linear warm-up, then linear decay to zero."""
-    decay = (plan.steps - step) / (plan.steps - plan.warmup)
-    return plan.lr * min((step + 1) / max(plan.warmup, 1), decay)
+def learning_rate(run, plan, step):
+    """Linear warm-up, then linear decay to zero. If batch-tome practises reading (own_values), it
+    keeps its rate until the memory is switched on, and decays from half of it."""
+    start, peak = plan.warmup, plan.lr
+    if plan.kind == "batch-tome" and run.settings.own_values:
+        fit_step = int(plan.steps * run.settings.memory_from)
+        if plan.warmup <= step < fit_step:
+            return peak
+        if step >= fit_step:
+            start, peak = fit_step, peak / 2
+    return peak * min((step + 1) / max(plan.warmup, 1), (plan.steps - step) / (plan.steps - start))
 
 class Training:
     """A stage while it is trained. `progress` is what a checkpoint keeps besides tensors: the step,
@@ -462,7 +471,7 @@ class Training:
         run, plan, step = self.run, self.plan, self.progress["step"]
         rank, size = ann.rank_and_size()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(plan, step) * group["scale"]
+            group["lr"] = learning_rate(run, plan, step) * group["scale"]
         # Seeds dropout, and the choice of given memories.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
         batch_of_all = self.stage.next_batch(step)
@@ -503,7 +512,8 @@ class Training:
         say_figures(record | measured, f"{self.plan.name} {step:5d} ")
         log(self.run.out, {"stage": self.plan.name, "step": step,
                            "seconds": round(time.time() - self.began),
-                           "lr": learning_rate(self.plan, step - 1), **record, **measured})
+                           "lr": learning_rate(self.run, self.plan, step - 1), **record,
+                           **measured})
         if measured.get("score", -1.0) > progress["best_score"]:
             progress["best_score"] = measured["score"]
             self.best = {name: t.cpu().clone() for name, t in self.model.state_dict().items()}
@@ -944,9 +954,9 @@ PRESETS = {
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.3, fit_passages=768, lower_lr_scale=0.1, precision="float32",
-        log_every=200, save_every=200, eval_mentions=100, schedule={
-            "batch-tome": Schedule(2900, 2e-3, 100, 64), "tome": Schedule(700, 1e-3, 50, 64),
+        init_std=0.05, memory_from=0.55, own_values=0.5, fit_passages=768, lower_lr_scale=0.1,
+        precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
+            "batch-tome": Schedule(1550, 2e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
 }
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")

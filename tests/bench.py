@@ -1,14 +1,15 @@
 """What the parts of this project cost, beside others: python tests/bench.py [exact|buckets|step|memory …]
 
-One table. Times are seconds, the shortest of several turns that the contenders take one after the other, so that
-a busy machine is everybody's. ratio: how many times faster ours is. floor: what nobody can do without, the bare
-matmul or the bare encoder, in the same turns. faiss is optional here (pip install faiss-cpu).
+The contenders take turns, so that other load on the machine slows all of them. Times are milliseconds, the median of
+the turns. The first line names the machine, the threads and the load. faiss is optional (pip install faiss-cpu).
 
-step: forward and backward of the same work as the public JAX code's, once measured beside it on a machine where MKL
-multiplied float32 at 210 GFLOP/s (two threads). JAX's time here is that time, by this machine's speed of MKL. All
-these times are medians.
+faiss multiplies in one of two ways: below faiss.cvar.distance_compute_blas_threshold (128,000, compared with the number
+of queries times their length) by its own loops, above it by BLAS, as PyTorch does. Tables name both: "faiss, default"
+leaves the threshold as it is, "faiss, BLAS" sets it to 20. A ratio is faiss's time divided by ours.
 """
 import argparse
+import os
+import platform
 import sys
 import tempfile
 import time
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,28 +38,37 @@ SMALL = Config(dropout=0.0, hidden=256, n_heads=4, intermediate=1024, n_initial=
 BASE = Config(dropout=0.0, k=128, k_shard=128, k_answer=128, k_answer_shard=128)
 LARGE = Config(hidden=1024, n_heads=16, intermediate=4096, n_initial=8, n_upper=16)
 
-def row(what, ours="", theirs="", floor=""):
-    ratio = f"{theirs / ours:.2f}" if isinstance(theirs, float) else ""
-    cells = [f"{x:.3g}" if isinstance(x, float) else x for x in (ours, theirs, floor)]
-    print(f"| {what:<72} |", " | ".join(f"{x:>7}" for x in (*cells[:2], ratio, cells[2])), "|", flush=True)
+def machine(threads):
+    """The processor, the threads used and the load of the last minute."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+    return (f"{name}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, load {os.getloadavg()[0]:.1f}, "
+            f"torch {torch.__version__}")
 
-def race(turns, best=min, **functions):
-    """Each function once to warm up, then `turns` times in turn: {name: best(its times)}, {name: its result}."""
+def row(what, times, **more):
+    """A line of a table: every time in ms, and the ratio of each of faiss's to ours."""
+    cells = [f"{name} {1e3 * seconds:.3g}" + (f" ({seconds / times['ours']:.2f})" if "faiss" in name else "")
+             for name, seconds in times.items()]
+    cells += [f"{name} {value:.3f}" for name, value in more.items()]
+    print("| " + " | ".join([what, *cells]) + " |", flush=True)
+
+def race(turns, functions):
+    """Calls each function once to warm up, then `turns` times in turn: {name: median time}, {name: its result}."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            time.sleep(0.2)             # the last one's threads may still spin, waiting for more
+            time.sleep(0.05)            # threads of the last contender may still spin, waiting for work
             start = time.perf_counter()
             function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - start)
-    return {name: float(best(t)) for name, t in times.items()}, results
+    return {name: float(np.median(t)) for name, t in times.items()}, results
 
 def overlap(ids, exact):
     """Recall: the mean share of the exact ids that were found."""
-    return float(np.mean([np.isin(a, b).mean() for a, b in zip(np.asarray(exact.cpu()), np.asarray(ids))]))
+    return float(np.mean([np.isin(a, b).mean() for a, b in zip(exact.cpu().numpy(), torch.as_tensor(ids).cpu().numpy())]))
 
 def clustered(N, d, n_entities, n_queries, device, seed=0):
     """Keys like those of a memory, many mentions an entity, lengths that differ; queries like its mentions.
@@ -75,77 +84,65 @@ def clustered(N, d, n_entities, n_queries, device, seed=0):
 
 # ---- search
 
-def slow(function):
-    """function() with PyTorch's own choice of library for float32 products, without train.fast_matmul."""
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
-    result = function()
-    matmul.fp32_precision = before
-    return result
+def faiss_search(index, queries, k, threshold):
+    """A search by faiss with the given distance_compute_blas_threshold."""
+    faiss.cvar.distance_compute_blas_threshold = threshold
+    return index.search(queries.cpu().numpy(), k)
 
-def product(queries, keys, chunk=8192):
-    """The matmul alone, into one buffer."""
-    out = torch.empty(chunk, len(queries), device=queries.device)
-    for start in range(0, len(keys), chunk):
-        part = keys[start:start + chunk]
-        torch.mm(part, queries.T, out=out[:len(part)])
+SHAPES = [(262144, 768, 128, 128), (100000, 768, 64, 128), (100000, 128, 64, 128), (100000, 1536, 64, 128),
+          (91740, 340, 64, 64),                                                     # a step of the toy
+          (10000, 768, 64, 128), (10000, 24, 64, 128), (10000, 1, 64, 128)]
 
 def exact(args):
     generator = torch.Generator().manual_seed(0)
-    for Q, N, k in ((768, 524288, 128), (1000, 10000, 128), (128, 20000, 32)):
-        queries, keys = (torch.randn(n, 128, generator=generator).to(args.device) for n in (Q, N))
+    for N, Q, k, d in SHAPES:
+        queries, keys = (torch.randn(n, d, generator=generator).to(args.device) for n in (Q, N))
         half = keys.half()
         key_passage = torch.arange(N, device=args.device) // 20
         query_passage = torch.randint(N // 20, (Q,), generator=generator).to(args.device)
         contenders = {"ours": lambda: ann.exact_topk(queries, keys, k),
-                      "own": lambda: ann.exact_topk(queries, keys, k, query_passage, key_passage),
-                      "half": lambda: ann.exact_topk(queries, half, k),
-                      "floor": lambda: product(queries, keys),
-                      "slow": lambda: slow(lambda: product(queries, keys))}
+                      "own passage excluded": lambda: ann.exact_topk(queries, keys, k, query_passage, key_passage),
+                      "float16 keys": lambda: ann.exact_topk(queries, half, k),
+                      "one product": lambda: keys @ queries.T}
         if faiss:
-            flat = faiss.IndexFlatIP(128)
+            flat = faiss.IndexFlatIP(d)
             flat.add(keys.cpu().numpy())
-            contenders["faiss"] = lambda: flat.search(queries.cpu().numpy(), k)
-        times, _ = race(args.turns, **contenders)
-        row(f"exact, {Q} queries, {N:,} keys of 128, k {k}; theirs: faiss IndexFlatIP", times["ours"],
-            times.get("faiss", ""), times["floor"])
-        row("… without the query's own passage", times["own"], "", times["floor"])
-        row("… float16 keys", times["half"], "", times["floor"])
-        print(f"  {times['ours'] / times['slow']:.2f} of the bare matmul as PyTorch does it by itself "
-              f"({times['slow']:.3g} s) is what the search takes")
+            contenders["faiss, default"] = lambda: faiss_search(flat, queries, k, 128000)
+            contenders["faiss, BLAS"] = lambda: faiss_search(flat, queries, k, 20)
+        row(f"exact: N {N:,}, Q {Q}, k {k}, d {d}", race(args.turns, contenders)[0])
 
 def buckets(args):
-    keys, queries = clustered(524288, 128, 8192, 768, args.device)
+    keys, queries = clustered(524288, 128, 8192, args.queries, args.device)
     if args.keys:
         keys = torch.from_numpy(np.load(args.keys)).float().to(args.device)
-        asked = torch.randperm(len(keys), generator=torch.Generator().manual_seed(0))[:768]
-        # mentions themselves, a little off: the memory holds other mentions of their entities
+        asked = torch.randperm(len(keys), generator=torch.Generator().manual_seed(0))[:args.queries]
+        # queries near keys: the memory contains other mentions of their entities
         queries = keys[asked] + 0.1 * keys.std() * torch.randn(len(asked), keys.shape[1])
     N, d, k, C = *keys.shape, 128, args.clusters
     start = time.perf_counter()
     index = ann.BucketedIndex(keys, C)
-    ours, theirs = time.perf_counter() - start, ""
+    times = {"ours": time.perf_counter() - start}
     if faiss:
         start = time.perf_counter()
         ivf = faiss.IndexIVFFlat(faiss.IndexFlatIP(d), d, C, faiss.METRIC_INNER_PRODUCT)
         ivf.train(keys[torch.randperm(N)[:ann.SAMPLE * C]].cpu().numpy())
         ivf.add(keys.cpu().numpy())
-        theirs = time.perf_counter() - start
-    row(f"{N:,} keys into {C} buckets; theirs: faiss IndexIVFFlat", ours, theirs)
-    times, results = race(args.turns, exact=lambda: ann.exact_topk(queries, keys, k))
-    row("… exact search", times["exact"])
-    best, recall, n_search = results["exact"][1], 0, 1
-    while n_search <= C and recall < 0.98:
+        times["faiss"] = time.perf_counter() - start
+    row(f"{N:,} keys into {C} buckets", times)
+    times, results = race(args.turns, {"ours": lambda: ann.exact_topk(queries, keys, k)})
+    row("… exact search", times)
+    best, found, n_search = results["ours"][1], {}, args.probes
+    while n_search <= C and min(found.values(), default=0) < 0.95:
         contenders = {"ours": lambda: index.search(queries, k, n_search)}
         if faiss:
             ivf.nprobe = n_search
-            contenders["theirs"] = lambda: ivf.search(queries.cpu().numpy(), k)
-        times, results = race(args.turns, **contenders)
-        recall = overlap(results["ours"][1].cpu(), best)
-        other = f", {overlap(results['theirs'][1], best):.3f}" if faiss else ""
-        row(f"… {n_search} of {C}: recall@{k} {recall:.3f}{other}", *times.values())
-        n_search *= 2
+            contenders["faiss, default"] = lambda: faiss_search(ivf, queries, k, 128000)
+            contenders["faiss, BLAS"] = lambda: faiss_search(ivf, queries, k, 20)
+        times, results = race(args.turns, contenders)
+        found = {"recall" if name == "ours" else "recall of " + name: overlap(result[1], best)
+                 for name, result in results.items()}
+        row(f"… {len(queries)} queries, {n_search} of {C} buckets, k {k}", times, **found)
+        n_search = max(n_search + 1, round(1.1 * n_search))         # steps of 10%
     # ways to choose a query's buckets: recall is the share of exact ids whose bucket is searched
     order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(0))
     raw, raw_bucket = ann.kmeans(keys, keys[order[:C]])
@@ -208,32 +205,16 @@ def batch_tome_step(model, batch):
     model.zero_grad()
     loss.backward()
 
-JAX = {"small": {"batch-tome": (.278, .441), "TOME-1": (.349, .503)},      # wall, CPU; its search is approximate
-       "base": {"batch-tome": (3.73, 6.72), "TOME-1": (2.32, 4.14)}}
-
 def step(args):
-    x, y = torch.randn(1024, 768), torch.randn(768, 3072)
-    speeds = {}
-    for library, function in (("MKL", lambda: slow(lambda: x @ y)), ("oneDNN", lambda: x @ y)):
-        times, _ = race(args.turns, floor=lambda: [function() for _ in range(20)])
-        speeds[library] = 20 * 2 * 1024 * 768 * 3072 / times["floor"] / 1e9
-        print(f"  {library}: {speeds[library]:.0f} GFLOP/s in float32")
-    for name, config, B, T, n_targets, N in (("small", SMALL, 16, 64, 10, 65536), ("base", BASE, 8, 128, 20, 131072)):
-        batch = random_batch(config, B, T, 8, n_targets, 5000, args.device)
+    for name, config, B, T, n_mentions, N in (("toy's shape", SMALL, 64, 64, 5, 91740), ("small", SMALL, 16, 64, 8, 65536),
+                                              ("base", BASE, 8, 128, 8, 131072)):
+        batch = random_batch(config, B, T, n_mentions, T // 6, 5000, args.device)
         table = random_memory(config, N, 5000, args.device)
         for precision in ("float32", "bfloat16"):
             model = BatchTOME(TOME(replace(config, precision=precision))).to(args.device).train()
-            for what, run in (("batch-tome", lambda: batch_tome_step(model, batch)),
-                              ("TOME-1", lambda: tome_step(model.tome, batch, table))):
-                with FlopCounterMode(display=False) as counter:
-                    run()
-                floor = counter.get_total_flops() / speeds["oneDNN"] / 1e9
-                wall, cpu = (t * 210 / speeds["MKL"] for t in JAX[name][what])
-                used = time.process_time()
-                times, _ = race(args.turns, np.median, ours=run)
-                used = (time.process_time() - used) / (args.turns + 1)
-                row(f"step, {name}, {what}, {precision}; theirs: JAX, float32", times["ours"], wall, floor)
-                print(f"  ours is {times['ours'] / wall:.2f} of JAX's wall time, {used / cpu:.2f} of its CPU time")
+            times, _ = race(args.turns, {"batch-tome": lambda: batch_tome_step(model, batch),
+                                         "TOME-1": lambda: tome_step(model.tome, batch, table)})
+            row(f"step, {name}, {precision}", times)
 
 # ---- the memory: building it, and what its search costs (the paper's table 11)
 
@@ -249,9 +230,10 @@ def build(args):
         memory.encode_passages(encoder, corpus, passages, torch.device(args.device))
         encoder.encode_mentions = encode
         with torch.no_grad(), low_precision(SMALL, torch.device(args.device)):
-            times, _ = race(args.turns, bare=lambda: [encode(*inputs) for inputs in calls],
-                            whole=lambda: memory.encode_passages(encoder, corpus, passages, torch.device(args.device)))
-        row(f"memory rows of {len(passages):,} passages, small; floor: bare encoder", times["whole"], "", times["bare"])
+            device = torch.device(args.device)
+            times, _ = race(args.turns, {"bare encoder": lambda: [encode(*inputs) for inputs in calls],
+                                         "ours": lambda: memory.encode_passages(encoder, corpus, passages, device)})
+        row(f"memory rows of {len(passages):,} passages, small", times)
 
 def cost(args):
     """A TPU of the paper reads 32 passages a step, and searches 32 x 24 x 128 queries among 38M / 128 keys. Here four
@@ -268,13 +250,13 @@ def cost(args):
         for k in (2, 32):
             ann.sharded_topk(function, queries, k, k, torch.full((len(queries),), -1, device=queries.device), [len(keys)])
 
-    seconds, _ = race(1, exact=lambda: search(lambda q, k, passage: ann.exact_topk(q, keys, k)),
-                      bucketed=lambda: search(lambda q, k, passage: index.search(q, k, n_search)))
+    seconds, _ = race(1, {"exact": lambda: search(lambda q, k, passage: ann.exact_topk(q, keys, k)),
+                          "bucketed": lambda: search(lambda q, k, passage: index.search(q, k, n_search))})
     for name, config, paper in (("BERT-base", Config(), (0.79, 0.22)), ("BERT-large", LARGE, (0.48, 0.07))):
         batch = random_batch(config, 4, 128, 24, 20, 5000, args.device)
         model = TOME(config).to(args.device).train()
         few = random_memory(config, 256, 5000, args.device)         # its search costs nothing; the rest is as ever
-        reader = race(2, reader=lambda: tome_step(model, batch, few))[0]["reader"]
+        reader = race(2, {"reader": lambda: tome_step(model, batch, few)})[0]["reader"]
         for (how, search_time), theirs in zip(seconds.items(), paper):
             share = search_time / (search_time + reader)
             print(f"  search, {name}, {how}: {share:.2f} of a step ({search_time:.1f} s, reader {reader:.1f} s); "
@@ -287,6 +269,8 @@ if __name__ == "__main__":
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
     parser.add_argument("--keys", metavar="FILE.npy", help="real keys [N, d] for buckets: a shard of a memory")
     parser.add_argument("--clusters", type=int, default=512)
+    parser.add_argument("--queries", type=int, default=768)
+    parser.add_argument("--probes", type=int, default=4, help="buckets to begin with")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", default="cpu")
@@ -295,7 +279,7 @@ if __name__ == "__main__":
     train.fast_matmul()
     if faiss:
         faiss.omp_set_num_threads(args.threads)
-    print(f"| {'what':<72} | {'ours':>7} | {'theirs':>7} | {'ratio':>7} | {'floor':>7} |\n|{'---|' * 5}")
+    print(machine(args.threads))
     for name in args.sections or SECTIONS:
         for section in SECTIONS[name]:
             section(args)

@@ -68,6 +68,31 @@ def test_exact_topk_survives_every_order_of_keys(order):
     check(ann.exact_topk(queries, keys, 50, query_passage, key_passage),
           brute_force(queries, keys, 50, query_passage, key_passage))
 
+class AsOnGpu(torch.Tensor):
+    """A tensor on the CPU for which exact_topk takes its path for GPUs."""
+    is_cuda = True
+
+@pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (30, 9000, 128), (5, 1300, 1300)])
+def test_the_path_for_gpus_finds_what_a_full_sort_finds(Q, N, k, monkeypatch):
+    """Without a GPU this shows that the ids are right, also with ties and in several tiles; not that it is fast."""
+    queries, keys, query_passage, key_passage = small_integers(Q, N)
+    keys[::7] = torch.nan
+    expected = ann.plain_topk(queries, keys, k, query_passage, key_passage)
+    for tile in (ann.GPU_TILE, 512 * Q):
+        monkeypatch.setattr(ann, "GPU_TILE", tile)
+        found = ann.exact_topk(queries.as_subclass(AsOnGpu), keys, k, query_passage, key_passage)
+        assert all(torch.equal(x.as_subclass(torch.Tensor), y) for x, y in zip(found, expected))
+
+@pytest.mark.parametrize("order", ["as made", "rising", "equal"])
+def test_several_tiles_find_what_one_does_in_any_order(order, monkeypatch):
+    queries, keys, query_passage, key_passage = small_integers(30, 20000)
+    if order != "as made":
+        keys = keys[keys.sum(1).argsort()] if order == "rising" else torch.ones_like(keys)
+        queries = queries.abs()
+    monkeypatch.setattr(ann, "CPU_TILE", 2 ** 15)
+    check(ann.exact_topk(queries, keys, 40, query_passage, key_passage),
+          brute_force(queries, keys, 40, query_passage, key_passage))
+
 def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     queries, keys, _, _ = small_integers(20, 10000)
     best = brute_force(queries, keys, 20)[1]
@@ -310,5 +335,7 @@ def test_without_a_process_group_everything_is_local(monkeypatch):
     check((scores, ids), brute_force(queries, keys, 6, query_passage, key_passage))
     scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage, [200])
     assert (ids[:, 2:] == -1).all()
+    rows, = ann.fetch(torch.full((3, 2), -1), [keys[:0]])           # of an empty memory
+    assert rows.shape == (3, 2, 16) and (rows == 0).all()
     rows, = ann.fetch(ids, [keys])
     assert torch.equal(rows[:, :2], keys[ids[:, :2]]) and (rows[:, 2:] == 0).all()
