@@ -60,7 +60,7 @@ def test_after_a_kill_or_a_power_cut_the_same_command_ends_as_if_nothing_had_hap
     n, chosen = len(reference.operations[stage]), set()
     if stage in ("append", "append again", "from", "memory", "batch-tome"):
         at = commit_of(reference, stage)
-        chosen = {at, at + 1}
+        chosen = {at, at + 1, at + 2}
     if request.node.get_closest_marker("slow"):
         chosen |= {*random.Random(f"{stage} {fault}").sample(range(1, n), 2), n}
     different, wrong = faults.after_states(reference, stage, fault, sorted(chosen))
