@@ -88,8 +88,8 @@ class Settings:
     # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
     # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
-    own_values: float = setting(0.0, (0, 1), "fraction of these steps, the last ones, in which each "
-                                "mention is given its own value")
+    own_values: float = setting(0.0, (0, 1), "fraction of these steps, the last ones, in which "
+                                "each mention is given its own value")
     fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
     fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
