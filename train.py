@@ -703,7 +703,7 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
 
 def groups_of(run, entity):
     """The names in GROUPS of entity numbers (n,)."""
-    return [GROUPS[i] for i in run.entity_group[entity.cpu()]]
+    return [GROUPS[i] for i in run.entity_group[entity.cpu().numpy()]]
 
 def best_entities(scores, entity, k=20):
     """Entities of the k best memories, (B, k), -1 where there are fewer. scores, entity (B, K): an
@@ -1014,9 +1014,11 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
             raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
-        steps = [] if about["finished"] is True else [about["step"], about["evaluated"]]
-        if not all(type(step) is int for step in steps):
-            raise ValueError("its steps are not what they should be")
+        if about["finished"] is not True:
+            numbers = [about["best_score"], *about["sums"].values()]
+            if not all(type(n) in (int, float) for n in numbers) or not all(
+                    type(about[name]) is int for name in ("step", "evaluated", "threads")):
+                raise ValueError("its progress is not what it should be")
         check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
