@@ -106,6 +106,7 @@ class Settings:
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "masked mentions per evaluation", "finetune")
+    # The schedule of each stage; "qa-2" is the one for TOME-2, where it differs from "qa".
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
@@ -951,7 +952,8 @@ PRESETS = {
         init_std=0.05, memory_from=0.55, own_values=0.5, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
             "batch-tome": Schedule(1550, 2e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
-            "claims": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(1600, 1e-3, 40, 64)}),
+            "claims": Schedule(1200, 1e-3, 50, 64),
+            "qa": Schedule(250, 1e-3, 25, 64), "qa-2": Schedule(800, 1e-3, 40, 64)}),
 }
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
@@ -1038,8 +1040,8 @@ class Run:
         for schedule in saved["schedule"].values():
             check_values(schedule)
         self.settings = with_values(Settings(), saved["settings"])
-        self.settings.schedule = {kind: Schedule(**saved["schedule"][kind])
-                                  for kind in self.settings.schedule}
+        self.settings.schedule = {kind: Schedule(**schedule)
+                                  for kind, schedule in saved["schedule"].items()}
         self.config = config = with_values(Config(n_blocks=blocks), saved["settings"])
         if config.hidden % 2 or config.hidden % config.n_heads:
             raise UserError("--hidden must be even, and a multiple of --n-heads")
@@ -1077,7 +1079,9 @@ class Run:
     def plan(self, kind):
         """The default Plan of a stage. A baseline has no batch-tome: its tome also makes the steps
         of that stage. A batch-tome that comes trained makes none."""
-        first, schedule = self.settings.schedule["batch-tome"], self.settings.schedule[kind]
+        schedules = self.settings.schedule
+        first, schedule = schedules["batch-tome"], schedules.get(f"{kind}-{self.blocks}",
+                                                                 schedules[kind])
         if kind == "tome" and self.is_baseline:
             schedule = replace(first, steps=first.steps + schedule.steps)
         if kind == "batch-tome" and self.has_batch_tome:
