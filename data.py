@@ -31,8 +31,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import lru_cache
 from io import TextIOWrapper
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from string import ascii_lowercase, digits
 from typing import Iterator, NamedTuple
@@ -41,7 +43,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -79,34 +81,36 @@ class Passage(NamedTuple):
     index: list | range         # (m,) which of the text's mentions, or of the corpus's
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
-    """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and max_length
-    positions (with markers, [CLS] and [SEP]).
+    """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and at most
+    max_length positions (tokens, markers, [CLS] and [SEP]).
 
-    A passage ends as late as these two allow, and never inside a mention. A mention covers every
-    token that it touches. Mentions never overlap: of two that share a token, the one whose tokens
-    start first is kept, of two that start together the longer one. Else masking one would hide a
-    part of the other.
+    Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
+    every token that it touches. Mentions in a passage never share a token: masking one would hide
+    part of the other. Linked mentions are placed before unlinked ones, earlier starts before later
+    ones and, at the same start, longer ones before shorter ones (so an outer mention before one
+    inside it). A mention that meets an earlier placed one is dropped.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
-    dropped: a Counter of the reasons for which mentions were left out, added to."""
+    dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
     token_start, token_end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
     first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
     stop = np.searchsorted(token_start, char_end)               # the token after its last
+    unlinked = [m.entity is None for m in mentions]
+    ids, taken = encoding.ids, np.zeros(len(encoding.ids), bool)
     # pieces[a]: what begins at token a and is never cut: (ids, [its mention] or [], its end).
-    ids, taken = encoding.ids, 0                        # taken: where the last mention kept stops
     pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
-    for i in np.lexsort((-stop, first)).tolist():
+    for i in np.lexsort((-stop, first, unlinked)).tolist():
         a, b = int(first[i]), int(stop[i])
         if a >= b:
             dropped["without a token"] += 1
         elif b - a > passage_length or b - a + 4 > max_length:  # [CLS], [SEP], two markers
             dropped["longer than a passage"] += 1
-        elif a < taken:
+        elif taken[a:b].any():
             dropped["shares a token with another mention"] += 1
         else:
             pieces[a] = [special[E_START], *ids[a:b], special[E_END]], [i], b
-            taken = b
+            taken[a:b] = True
 
     passages, a = [], 0                                         # a passage holds ids[a:b]
     while a < len(ids):
@@ -324,16 +328,32 @@ class Example(NamedTuple):
     answers: list               # entity names, any of which is right; [] of a claim
     info: dict                  # the whole record, with its other fields: subject, bridge, …
 
-def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
-    """The Passage of each example: what of its text fits in max_length positions, and of its
-    mentions the first max_mentions of its list (app. B.1).
+def encode_start(tokenizer, text, n_tokens):
+    """The encoding of the start of a text, which has the text's first n_tokens tokens, or all.
 
-    A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
+    A cut changes only the tokens of the word that it cuts, so these do not count. (A text without
+    n_tokens tokens in its first million characters is not prose; the rest of it is ignored.)"""
+    length = 4 * n_tokens
+    while True:
+        encoding = tokenizer.encode(text[:length], add_special_tokens=False)
+        words = encoding.word_ids
+        n_whole = len(words) - words.count(words[-1]) if words else 0
+        if n_whole >= n_tokens or length >= min(len(text), 1_000_000):
+            return encoding
+        length *= 2
+
+def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
+    """Yields one Passage per example: the start of its text that fits into max_length positions,
+    with the first max_mentions mentions of its list (app. B.1).
+
+    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], whose index is -1.
+    """
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
-    encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
-    for example, encoding in zip(examples, encodings):
+    for example in examples:
+        # Mentions that meet the first passage end within the second, or fit into no passage.
+        encoding = encode_start(tokenizer, example.text, 3 * max_length)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
         tokens, index = passages[0] if passages else ([special[CLS], special[SEP]], [])
@@ -604,16 +624,16 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
 MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 
 def open_bytes(path):
-    """A file to read. Raises UserError for what cannot be read twice."""
+    """A file open for reading. Raises UserError for a folder or a pipe."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     return open(path, "rb")
 
 def open_text(path, max_line=-1, errors="strict") -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark. A
-    line of more than max_line characters comes in pieces. Raises UserError for what is no file, cut
-    off or not UTF-8; with errors="surrogateescape" read_records refuses the last, with its line.
-    """
+    """The lines of a UTF-8 file, plain or gzipped whatever its name, without a byte-order mark.
+
+    A line longer than max_line characters comes in several pieces. Raises UserError if the file is
+    truncated or, unless errors="surrogateescape", not UTF-8."""
     with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         lines = TextIOWrapper(file, "utf-8-sig", errors, newline="\n")
@@ -621,10 +641,10 @@ def open_text(path, max_line=-1, errors="strict") -> Iterator[str]:
             yield from iter(lambda: lines.readline(max_line), "")
 
 def read_records(path, make, errors=None):
-    """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
+    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError.
 
-    Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
-    is appended to it and reading goes on."""
+    A bad line raises UserError "FILE:LINE: reason". With a list `errors`, that message is appended
+    to it instead, and the other lines are read."""
     for n, line in enumerate(open_text(path, MAX_LINE, "surrogateescape"), 1):
         if len(line) == MAX_LINE:
             raise UserError(f"{path}:{n}: over {MAX_LINE:,} characters; put one text on a line")
@@ -635,7 +655,7 @@ def read_records(path, make, errors=None):
                 yield make(record)
         except (ValueError, RecursionError) as error:
             reason = error
-            if type(error) is not ValueError:           # but one of those that json raises
+            if type(error) is not ValueError:           # json and encode raise subclasses of it
                 is_text = not isinstance(error, UnicodeEncodeError)
                 what = "not JSON" if is_text else "not UTF-8, or half of a surrogate pair"
                 reason = f"{what} ({error}); write one object a line in UTF-8, plain or gzipped"
@@ -643,118 +663,143 @@ def read_records(path, make, errors=None):
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
 
-def field(record, name, allowed, where=""):
-    """A field of a record; null where it is missing. allowed: the types or values that it may have.
-    where: "mentions[0].", say, for a record inside another. Raises ValueError "field: reason"."""
+KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object", None: "null"}
+
+@lru_cache
+def misspelt(name, known):
+    """The known field name that `name` resembles, or None."""
+    return next(iter(get_close_matches(name.lower(), known, 1, .8)), None)
+
+def fields(where, record, **allowed) -> list:
+    """The values of these fields of a JSON record; None for one that is missing.
+
+    allowed: for each field the types and values that it may have, with None if it may be missing.
+    Other fields are ignored, unless they look like a missing one misspelt. where: "mentions[0].",
+    say, if the record is inside another. Raises ValueError "field: reason"."""
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
-    value = record.get(name)
-    if value not in allowed and type(value) not in allowed:     # not isinstance: true is no number
-        names = [getattr(kind, "__name__", str(kind)) for kind in allowed if kind is not None]
-        missing = "" if None in allowed else "missing or "
-        raise ValueError(f"{where}{name}: {missing}not {' or '.join(names)}")
-    return value
+    for name in record.keys() - allowed:
+        if meant := misspelt(name, tuple(allowed.keys() - record)):
+            raise ValueError(f"{where}{name:.40}: unknown field; should it be {meant}?")
+    for name, kinds in allowed.items():
+        value = record.get(name)
+        if value not in kinds and type(value) not in kinds:     # not isinstance: true is no number
+            found = f"not {value!r:.40}" if name in record else f"but the record has no {name}"
+            wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
+            raise ValueError(f"{where}{name}: must be {wanted}, {found}")
+    return [record.get(name) for name in allowed]
 
-def read_mentions(record, text) -> list | None:
-    """The Mentions of a record with that text; None where it has no such field."""
-    mentions = field(record, "mentions", [list, None])
-    if mentions is None:
-        return None
-    for i, mention in enumerate(mentions):
-        where = f"mentions[{i}]."
-        start, end = field(mention, "start", [int], where), field(mention, "end", [int], where)
+def mentions_of(spans, text) -> list | None:
+    """The Mentions of a record's field `mentions`; None if it has none."""
+    mentions = []
+    for i, span in enumerate(spans or []):
+        start, end, entity = fields(f"mentions[{i}].", span, start=[int], end=[int],
+                                    entity=[str, None])
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"{where}start: not 0 <= start < end <= {len(text)}")
-        mentions[i] = Mention(start, end, field(mention, "entity", [str, None], where))
-    return mentions
+            raise ValueError(f"mentions[{i}]: start {start} and end {end} must be "
+                             f"0 <= start < end <= {len(text)}, the length of the text")
+        if "entity" not in span or entity is not None and not entity.strip():
+            raise ValueError(f"mentions[{i}].entity: missing or empty; write null for a mention "
+                             "that is not linked")
+        mentions.append(Mention(start, end, entity))
+    return None if spans is None else mentions
 
 def read_corpus(path, errors=None) -> Iterator[Text]:
-    """The texts of a corpus file, as a stream. Errors as read_records'."""
+    """Yields the texts of a corpus file. Bad lines are handled as in read_records."""
     def make(record):
-        title, text = field(record, "title", [str]), field(record, "text", [str])
-        split = field(record, "split", ["train", "held_out", None])
-        return Text(title, text, read_mentions(record, text) or [], split)
+        title, text, spans, split = fields("", record, title=[str], text=[str], mentions=[list],
+                                           split=["train", "held_out", None])
+        return Text(title, text, mentions_of(spans, text), split)
     return read_records(path, make, errors)
 
 def read_examples(path, task) -> list:
-    """Examples of task "claims" (text, label) or "qa" (question, answers); mentions may be absent.
+    """Examples of task "claims" (text, label) or "qa" (question, answers); mentions are optional.
 
-    Raises UserError for a bad line or a file without any."""
+    Raises UserError for a bad line or a file without examples."""
     def make(record):
-        text = field(record, "question" if task == "qa" else "text", [str])
-        answers = field(record, "answers", [list]) if task == "qa" else []
+        if task == "qa":
+            text, answers, spans = fields("", record, question=[str], answers=[list],
+                                          mentions=[list, None])
+            label = None
+        else:
+            text, label, spans = fields("", record, text=[str], label=[*CLAIM_LABELS, None],
+                                        mentions=[list, None])
+            answers = []
         if not all(isinstance(answer, str) for answer in answers):
-            raise ValueError("answers: not a list of names of entities")
-        label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
+            raise ValueError("answers: must be a list of names of entities")
         label = None if label is None else CLAIM_LABELS.index(label)
-        return Example(text, read_mentions(record, text), label, [*filter(None, answers)], record)
+        return Example(text, mentions_of(spans, text), label, [*filter(None, answers)], record)
 
     examples = list(read_records(path, make))
     if not examples:
-        raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
+        raise UserError(f"{path}: no example in it; give a file with one JSON object a line")
     return examples
 
 # ---------------------------------------------------------------- mentions of texts without them
 
-# Chinese and Japanese put no spaces between words, so that each of their characters is a word.
-_CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-# Accents and vowel signs that are characters of their own belong to the letter before them.
-_MARK = "".join(c for c in map(chr, range(0x300, 0x1e944)) if unicodedata.category(c)[0] == "M")
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+(?:[{_MARK}]+[^\W{_CJK}]*)*|[^\w\s]")
+# Words, signs, and characters of Chinese and Japanese, which put no spaces between words.
+WORDS = pre_tokenizers.Split(
+    Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
+          r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
+    "removed", invert=True)
+# Characters that are compared as one: in file names a space is "_"; phones and word processors
+# write ’ and ‑ for ' and -.
+ALIKE = str.maketrans("_‘’ʻʼ′＇‐‑‒–−－“”„", " ''''''------\"\"\"")
 
-def _key(word) -> str:
-    """What is compared of a word: in any case, and in any of Unicode's forms."""
-    return unicodedata.normalize("NFC", word).lower()
+def split_words(text) -> tuple:
+    """(words, spans): the words of a text in a form that ignores case, Unicode's composed and
+    decomposed forms and soft hyphens; their (start, end) in the text."""
+    pieces = WORDS.pre_tokenize_str(text.translate(ALIKE))
+    words = [unicodedata.normalize("NFC", word).lower().replace("\xad", "") for word, _ in pieces]
+    return words, [span for _, span in pieces]
+
+def without_bracket(name) -> str:
+    """"Mercury" of "Mercury (planet)" or "Mercury_(planet)"."""
+    return re.sub(r"[\s_]*\([^()]*\)$", "", name)
 
 def name_index(names) -> dict:
-    """A tree of these names by their words, in which "" stands at a name's end:
-    {"port": {"ellin": {"": "Port_Ellin"}}}. "_" is a space, and a bracket at the end, as in
-    "Mercury_(planet)", is not part of a name. Of names that read alike the first one counts, of
-    those without a bracket if there are any."""
+    """First word -> number of words, largest first -> words -> name, for find_mentions.
+
+    Names are indexed without their bracket. Of names that are then equal the first counts, but one
+    without a bracket before one with."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
-        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")))
-        if any(word[0].isalnum() for word in words):
-            node = index
-            for word in words:
-                node = node.setdefault(_key(word), {})
-            node.setdefault("", name)
-    return index
+        words = tuple(split_words(without_bracket(name))[0])
+        if any(word[:1].isalnum() for word in words):
+            index.setdefault(words[0], {}).setdefault(len(words), {}).setdefault(words, name)
+    return {first: dict(sorted(named.items(), reverse=True)) for first, named in index.items()}
 
 def find_mentions(text, index) -> list:
-    """Mentions of a name_index's names in a text: at each word the longest, whatever the case."""
-    words = list(_WORD.finditer(text.replace("_", " ")))
-    keys = [_key(word.group()) for word in words]
+    """Mentions of a name_index's names in a text, from left to right, each as long as possible."""
+    words, spans = split_words(text)
     mentions, i = [], 0
     while i < len(words):
-        node, stop = index, i       # stop: the word after the longest name found
-        for n in range(i, len(words)):
-            node = node.get(keys[n])
-            if node is None:
+        step = 1
+        for length, named in index.get(words[i], {}).items():
+            if name := named.get(tuple(words[i:i + length])):
+                mentions.append(Mention(spans[i][0], spans[i + length - 1][1], name))
+                step = length
                 break
-            if "" in node:
-                name, stop = node[""], n + 1
-        if stop > i:
-            mentions.append(Mention(words[i].start(), words[stop - 1].end(), name))
-        i = max(stop, i + 1)
+        i += step
     return mentions
 
 def mention_finder(names):
-    """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
-    noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
-    tree = name_index(names)
+    """(how, find): find(text) returns the mentions of a text that comes without any. They are
+    spaCy's noun chunks, as in the paper (app. B.1), or without spaCy the longest matches of these
+    entity names; `how` says which."""
+    index = name_index(names)
     try:
         import spacy
         pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # parts of spaCy that do not fit raise anything
-        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
+        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
 
     def noun_chunks(text):
-        """A chunk that holds an entity's name is linked to that entity."""
+        """A chunk is linked to the entity whose name it contains, the last one if several."""
         mentions = []
         for chunk in pipeline(text).noun_chunks:
             start, end = chunk.start_char, chunk.end_char
-            named = find_mentions(text[start:end], tree)
+            named = find_mentions(text[start:end], index)
             mentions.append(Mention(start, end, named[-1].entity if named else None))
         return mentions
     return "spaCy's noun chunks", noun_chunks
@@ -868,7 +913,7 @@ def complain(program, error) -> int:
 # ---------------------------------------------------------------- tokenizer
 
 def _wordpiece(vocab) -> Tokenizer:
-    """WordPiece as BERT's, lower case. [CLS] and the others are never read out of a text."""
+    """A lower-case WordPiece tokenizer as BERT's. It never reads "[CLS]" in a text as a token."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -877,35 +922,40 @@ def _wordpiece(vocab) -> Tokenizer:
     return tokenizer
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
-    """WordPiece of an iterable of strings. With room for every word, each word is one token.
+    """A WordPiece tokenizer of an iterable of strings. Equal strings give an equal vocabulary.
 
-    If all words fit, the vocabulary is the words, and the characters to spell new ones. The trainer
-    would also keep every merge on the way to a word: rows of the embeddings that nothing uses."""
-    tokenizer, words = _wordpiece(SPECIAL), set()
-    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer    # training locks these
+    If there is room for every word, each word is one token, and the only other entries are the
+    characters that spell new words. (The trainer would also keep the steps on its way to a word,
+    embeddings that nothing uses.)"""
+    bert, count, chars = _wordpiece(SPECIAL), Counter(), Counter()
+    split, normalize = bert.pre_tokenizer.pre_tokenize_str, bert.normalizer.normalize_str
+    for text in texts:
+        count.update(word for word, _ in split(normalize(text)))
+    words = sorted(word for word in count if len(word) <= 100)      # longer ones are always [UNK]
+    for word in words:
+        chars.update(dict.fromkeys(word, count[word]))
+    letters = ["##" + char for char in sorted(chars) if len(split("a" + char)) == 1]
+    vocab = list(dict.fromkeys([*SPECIAL, *sorted(chars), *letters, *words]))
+    if len(vocab) <= vocab_size:
+        return _wordpiece(vocab)
 
-    def stream():
-        for text in texts:
-            # Of one long word, such as a file in base64, every merge would be tried. It is [UNK].
-            text = re.sub(r"[A-Za-z0-9]{101,}", " ", text)
-            if len(words) <= vocab_size:
-                pieces = splitter.pre_tokenize_str(normalizer.normalize_str(text))
-                words.update(word for word, _ in pieces)
-            yield text
-
-    # The trainer numbers pieces as it meets words, in another order each time, and equal counts are
-    # decided by number. So letters and digits inside words are given in order.
-    pieces = [*SPECIAL, *(f"##{c}" for c in ascii_lowercase + digits)]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces,
-                                        limit_alphabet=max(1, vocab_size - len(pieces)),
-                                        show_progress=False)
-    tokenizer.train_from_iterator(stream(), trainer)
-    chars = sorted(set("".join(words)))
-    inner = ["##" + c for c in chars if len(splitter.pre_tokenize_str("a" + c)) == 1]
-    vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
-    if len(vocab) > vocab_size:
-        vocab = [*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))]
-    return _wordpiece(vocab)
+    # The trainer numbers "##" pieces in the random order of a hash table and breaks ties between
+    # merges by these numbers. So it gets these pieces beforehand, in order.
+    inside = set("".join(word[1:] for word in words))
+    pieces = []
+    for char in sorted(chars, key=lambda char: (-chars[char], char)):
+        pieces += [char, "##" + char] if char in inside else [char]
+    pieces = set(pieces[:vocab_size - len(SPECIAL)])
+    words = [word for word in words
+             if pieces.issuperset([word[0], *("##" + char for char in word[1:])])]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, show_progress=False,
+                                        special_tokens=[*SPECIAL, *sorted(pieces)])
+    repeated = (f"{word} " * min(1000, count[word] - n)         # in parts: a common word is long
+                for word in words for n in range(0, count[word], 1000))
+    tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(repeated, trainer)
+    return _wordpiece([*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))])
 
 def load_tokenizer(path) -> Tokenizer:
     """That of a vocab.txt; in BERT's, the markers take two [unusedN] entries. Raises UserError."""
@@ -1056,17 +1106,19 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 
 # ---------------------------------------------------------------- Wikipedia
 
-# mwparserfromhell parses the wikitext of a section and drops its templates. Before it does, a link
-# is marked "\x01 target \x02 shown \x03", which XML cannot hold. So the text can be tidied around
-# the marks, and at last they become mentions. Where an editor left markup open, its line goes.
-# Only sections, templates and namespaces of English Wikipedia are known.
+# mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
+# \x03" and a template that is not in PRINTED "\x04", characters that XML cannot contain, so the
+# text can be tidied around them. Then links become mentions. A line with markup that an editor left
+# open is dropped. Only English Wikipedia's sections, templates and namespaces are known.
 #
-# Open markup costs the parser quadratic time: a section is left out if it is longer than this or
-# leaves more "{{", "[[" and "<" open.
+# Markup left open takes the parser quadratic time, so a section with more of it is left out.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
-HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with what is in them
+OPEN_OR_CLOSE = re.compile(r"(?s)\{\{|\[\[|\[(?=\w+:)|<[a-z]\w*(?![^<>]*/>)|\}\}|\]\]|\]|</[a-z]\w*",
+                           re.I)
+CLOSED_BY = {"}}": "{{", "]]": "[[", "]": "["}
+HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with their contents
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
-                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")   # show nothing in a text
+                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")     # links that show nothing
 # Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
 NO_ARTICLE = re.compile(r"(?!Re:)[A-Za-z -]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
@@ -1074,19 +1126,35 @@ AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hn
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
                       r"sources|works cited|bibliography|further reading|external links|see also|"
                       r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
+# What templates print within a sentence, from their arguments.
+PRINTED = dict.fromkeys("nowrap nobr small smaller abbr tooltip keypress angbr sc val math mvar "
+                        "formatnum nihongo ill flag".split(), "{0}")
+PRINTED |= {"lang": "{1}", "transl": "{last}", "transliteration": "{last}", "as of": "as of {0}",
+            "circa": "c. {0}", "c.": "c. {0}", "ca.": "c. {0}", "frac": "{0}/{1}",
+            "uss": "USS {0}", "hms": "HMS {0}", "us$": "US${0}", "usd": "US${0}", "gbp": "£{0}",
+            "£": "£{0}", "eur": "€{0}", "€": "€{0}", "inr": "₹{0}", "ndash": "–", "snd": " – "}
+NUMBER = r"[−+-]?[\d.,/ ]*\d"
+QUANTITY = re.compile(rf"{NUMBER}(\|[^\d|]*\|{NUMBER})*\|[^|]+(\|{NUMBER}\|[^|\d][^|]*)*")
+# A sentence lacks something where a template that is not known follows one of these words.
+GAP = re.compile(r"(?i)\b(a|an|the|of|in|on|at|by|to|from|for|with|than|about|is|are|was|were|as|"
+                 "and|or|between|over|under|around|approximately|nearly|almost|only)[ \xa0]\x04")
+SENTENCE_END = re.compile("(?<=[.!?])(?<![A-Z][.]) +(?=[\x04\"'(]*[A-Z\x01])")
 TIDY = (("(?<!')''(?!')([^'\n]*[\\w\x03])'''(?=s\\b)", "\\1'"),          # ''Iliad'''s
         ("''+", ""),
-        ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),     # what a link lost to templates
-        ("\x03([a-z]+)", "\\1\x03"),                            # [[bus]]es
+        ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),      # links that show only templates
+        ("\x03([a-z]+)", "\\1\x03"),                                 # [[bus]]es
         ("[ \t\xa0\u2009]+", " "),
-        (r"\( ?(?:[;,] ?)+", "("),                              # of templates: "Plato (; 428 BC)"
+        (r"\( ?(?:[;,] ?)+", "("),                                   # "Plato (; 428 BC)"
         (r"\( ?\) ?| (?=[,.;)](?: |$))|^[*#:; ]+| +$", ""),
         (r"^.*(?:[|{}]|\[\[|\]\]|</?[a-zA-Z!]|__|\x01[^\x03]*\x01).*$|^(?:[!=]|--).*$", ""))
 
 def read_dump(path, say_language=False):
-    """Streams (title, kind, text) of the pages of an XML dump, plain or bz2. Of a redirect the text
-    is its target, of a disambiguation page, which leads to no article, it is "". Nothing may stand
-    before <mediawiki>: a <!DOCTYPE> would define entities."""
+    """Yields (title, kind, text) for each page of an XML dump, plain or bz2. Of a page with several
+    revisions the newest is read: by its timestamp or, without timestamps, the last.
+
+    kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
+    namespace". Only an XML declaration may precede <mediawiki>: a <!DOCTYPE> would define entities.
+    """
     with open_bytes(path) as raw, intact(path, "is no whole MediaWiki dump", "give XML or bz2"):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
         head = file.peek()[:1000]
@@ -1096,21 +1164,31 @@ def read_dump(path, say_language=False):
             print(f"{path}: only English sections and templates are known", file=sys.stderr)
         parsed = ElementTree.iterparse(file, ["start", "end"])
         _, root = next(parsed)
-        for event, page in parsed:
-            if event == "end" and page.tag.rpartition("}")[2] == "page":
-                title = canonical(page.findtext("{*}title", ""))
-                text = page.findtext("{*}revision/{*}text", "")
-                redirect, kind = page.find("{*}redirect"), "article"
-                if page.find("{*}ns") is None:
-                    raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
-                if page.findtext("{*}ns") != "0":
-                    kind = "other namespace"
-                elif redirect is not None:
-                    kind, text = "redirect", redirect.get("title", "")
-                elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
-                    kind, text = "disambiguation page", ""
-                yield title, kind, text
+        newest, text = "", ""
+        for event, element in parsed:
+            name = element.tag.rpartition("}")[2]
+            if event == "end" and name == "revision":
+                timestamp = element.findtext("{*}timestamp", "").strip()
+                if timestamp >= newest:
+                    newest, text = timestamp, element.findtext("{*}text", "")
+                element.clear()                             # a page's history is long
+            elif event == "end" and name == "page":
+                yield page_kind(element, text)
+                newest, text = "", ""
                 root.clear()                                # or the whole dump stays in memory
+
+def page_kind(page, text) -> tuple:
+    """(title, kind, text) of a <page> whose newest text this is."""
+    title, redirect = canonical(page.findtext("{*}title", "")), page.find("{*}redirect")
+    if page.find("{*}ns") is None:
+        raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
+    if page.findtext("{*}ns") != "0":
+        return title, "other namespace", text
+    if redirect is not None:
+        return title, "redirect", redirect.get("title", "")
+    if title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
+        return title, "disambiguation page", ""
+    return title, "article", text
 
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
@@ -1118,30 +1196,70 @@ def canonical(title):
     first = title[:1].upper()
     return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
 
-def read_article(page) -> tuple:
-    """(title, [(text, links)] of its paragraphs, how many sections were left out) of read_dump's
-    page. A link is a Mention whose entity is still as the editor wrote it."""
+def is_open(section) -> bool:
+    """Whether more markup of a section is left open than the parser has time for. What an outer
+    closing mark passes over counts as open, too."""
+    open_marks, n_open = [], 0
+    for mark in OPEN_OR_CLOSE.findall(section):
+        opening = CLOSED_BY.get(mark) or mark.lower().replace("</", "<")
+        if mark == opening or mark[:2] != "</" and mark not in CLOSED_BY:
+            open_marks.append(opening)
+        elif opening in open_marks:
+            while open_marks.pop() != opening:
+                n_open += 1
+        if n_open + len(open_marks) > MAX_UNCLOSED:
+            return True
+    return False
+
+def template_text(template) -> str:
+    """What a template prints in a sentence, or "\x04"."""
+    name, _, first = str(template.name).lower().replace("_", " ").strip().partition(":")
+    values = [str(p.value).strip() for p in template.params if not p.showkey]
+    values = [first.strip(), *values] if first else values              # {{formatnum:1000}}
+    if name in ("convert", "cvt"):
+        quantity = QUANTITY.match("|".join(values))
+        return quantity[0].replace("|e6", "| million ").replace("|", " ") if quantity else "\x04"
+    try:
+        return PRINTED[name].format(*values, last=values[-1] if values else "")
+    except LookupError:                     # of another name, or without these arguments
+        return "\x04"
+
+def prose(section) -> str:
+    """The text of a section, with marks for its links, and without the sentences that lack what a
+    template prints."""
     import mwparserfromhell
+    code = mwparserfromhell.parse(section, skip_style_tags=True)
+    for tag in code.ifilter_tags(matches=lambda tag: tag.tag.lower() in HIDDEN):
+        tag.contents = ""
+    for template in code.ifilter_templates():
+        text = template_text(template)
+        template.params.clear()
+        template.add(1, text, showkey=False)
+    for link in code.ifilter_wikilinks():
+        target = str(link.title).strip()
+        shown = " ".join(str(link.text or target.lstrip(":")).split())
+        link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
+    text = code.strip_code(collapse=False, keep_template_params=True)
+    if GAP.search(text):
+        text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
+                                  if not GAP.search(sentence)) for line in text.split("\n"))
+    text = text.replace("\x04", "")
+    for pattern, new in TIDY:
+        text = re.sub(pattern, new, text, flags=re.M)
+    return text
+
+def read_article(page) -> tuple:
+    """(title, [(text, links)] of its paragraphs, number of sections left out) of read_dump's page.
+    A link is a Mention whose entity is still as the editor wrote it."""
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
-    wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-3];", " ", wikitext)
+    wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
     wikitext = NO_PROSE.sub("==\n", wikitext)
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
-        n_open = len(re.findall(r"\{\{|\[\[|<", section)) - len(re.findall(r"\}\}|\]\]|>", section))
-        if len(section) > MAX_SECTION or n_open > MAX_UNCLOSED:
+        if len(section) > MAX_SECTION or is_open(section):
             n_left_out += 1
             continue
-        code = mwparserfromhell.parse(section, skip_style_tags=True)
-        for tag in code.ifilter_tags(matches=lambda tag: tag.tag.lower() in HIDDEN):
-            tag.contents = ""
-        for link in code.ifilter_wikilinks():
-            target = str(link.title).strip()
-            shown = " ".join(str(link.text or target.lstrip(":")).split())
-            link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
-        marked = code.strip_code(collapse=False)
-        for pattern, new in TIDY:
-            marked = re.sub(pattern, new, marked, flags=re.M)
-        for paragraph in re.split("\n\n+", marked.strip("\n")):
+        for paragraph in re.split("\n\n+", prose(section).strip("\n")):
             text, *parts = re.split("\x01(.*?)\x02(.*?)\x03", paragraph)
             links = []
             for target, shown, after in zip(parts[::3], parts[1::3], parts[2::3]):
@@ -1154,11 +1272,11 @@ def read_article(page) -> tuple:
 
 def wiki(path, out, workers=1) -> Counter:
     """turn a Wikipedia dump (pages-articles) into a corpus"""
-    import mwparserfromhell  # noqa: F401     (an optional package: its absence is said at once)
+    import mwparserfromhell  # noqa: F401     (optional: its absence is said before any work)
     counts, redirects = Counter(), {}
 
     def articles():
-        """Every article, parsed; the dump is read twice, the first time for its redirects."""
+        """Every article, parsed. The dump is read twice, first for its redirects."""
         for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
             counts.update({"pages": 1, "pages: " + kind: 1})
             if kind == "article":
@@ -1176,8 +1294,8 @@ def wiki(path, out, workers=1) -> Counter:
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
-    """Writes articles, as read_article's, as lines of a corpus. Prints the counts: every link is
-    kept, or dropped for a reason."""
+    """Writes articles (as read_article's) as lines of a corpus, a paragraph each. Prints the
+    counts: every link is kept, or dropped for a reason."""
     def article_of(link):
         """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
@@ -1189,7 +1307,6 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         return title
 
     def lines():
-        """The lines of the corpus, a paragraph each."""
         for title, paragraphs, n_left_out in tqdm(articles, "articles", leave=False, disable=None):
             counts["sections left out"] += n_left_out
             linked = []
@@ -1203,72 +1320,89 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
             raise UserError(f"{out} is not written: no article found; give another file")
 
     write_lines(out, lines())
-    told = counts["links: kept"] + counts["links: to no article"]
-    counts["links: outside the prose"] = counts["links"] - told
+    counts["links: outside the prose"] = (counts["links"] - counts["links: kept"]
+                                          - counts["links: to no article"])
+    counts["mentions: added"] = counts["mentions"] - counts["links: kept"]
     for what, n in sorted(counts.items()):
         print(f"{what:<46}{n:>12,}")
     return counts
 
+# A person's name, as "John F. Kennedy" or "Ludwig van Beethoven". In "British Forces Germany" and
+# "Rugby union in Ireland" the last word is no name of the whole.
+PERSON = re.compile(r"[A-Z][\w.'’-]+( [A-Z]\.)*( (van|von|de|der|del|della|di|da|al|la|le))* "
+                    r"[A-Z][\w'’-]+$")
+
 def names_for(shown, entity) -> list:
-    """What means `entity` on a page with a link to it: its title without a bracket, and what the
-    link shows if the title ends in that ("Einstein"). A name in small letters is a common noun: it
-    has a plural, and a capital in places; with a bracket, as "state (polity)", it is no name."""
-    base = re.sub(r" \([^()]*\)$", "", entity)
-    if shown[:1].islower():
+    """The names that mean `entity` after a link to it that shows `shown`."""
+    base = without_bracket(entity)
+    if base != entity:                          # "Mercury" may mean more than "Mercury (planet)"
+        return [base] if shown == base else []
+    if shown[:1].islower():                     # a common noun: with a plural, and a capital
         noun = base[0].lower() + base[1:]
-        return [noun, noun + "s", base, base + "s"] if base == entity else []
-    ends_in_it = base.endswith(" " + shown) and " of " not in base
-    return [base, shown] if ends_in_it else [base]
+        return [noun, noun + "s", base, base + "s"]
+    is_family_name = base.endswith(" " + shown) and PERSON.match(base)
+    return [base, shown] if is_family_name else [base]
 
 # Around a name's first letter between two \x01: it is a part of "dog-like", "North Karovia" or
 # "Karovia Airways".
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
-    """Links what else on a page repeats its title or a link: Wikipedia links only the first.
-    paragraphs: [(text, mentions)], as are yielded. A shared name means the page's own or nobody."""
-    links = [(text[m.start:m.end], m.entity) for text, mentions in paragraphs for m in mentions]
+    """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links only the first.
+
+    The page's own title is linked everywhere, and what a link shows or leads to after that link. A
+    name that is not the whole title, "Einstein" or "Mercury", is linked only if the page does not
+    use it before the link, and a name that two entities share only if one is the page."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
-    entity_of = {}                                          # each name as it is written
-    for shown, entity in [(title.lower() if is_noun else title, title), *links]:
-        for name in names_for(shown, entity):
-            if entity_of.setdefault(name, entity) not in (entity, title):
-                entity_of[name] = None
-    index = name_index(name for name, entity in entity_of.items() if entity and len(name) > 2)
-    for text, mentions in paragraphs:
+    own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
+    entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
+    for p, (text, mentions) in enumerate(paragraphs):
+        for m in mentions:
+            for name in names_for(text[m.start:m.end], m.entity):
+                linked_at.setdefault(name, (p, m.start))
+                if entity_of.setdefault(name, m.entity) not in (m.entity, title):
+                    entity_of[name] = None
+    index = name_index(name for name, entity in entity_of.items()
+                       if entity and len(name) > 2 and any(map(str.isalpha, name)))
+    for p, (text, mentions) in enumerate(paragraphs):
         linked = {i for mention in mentions for i in range(mention.start, mention.end)}
-        more = []
+        added = []
         for start, end, _ in find_mentions(text, index):
-            entity = entity_of.get(text[start:end])
+            name = text[start:end]
+            entity = entity_of.get(name)
             around = f"{text[max(0, start - 40):start]}\x01{text[start]}\x01{text[end:end + 2]}"
-            if entity and linked.isdisjoint(range(start, end)) and not PART.search(around):
-                more.append(Mention(start, end, entity))
-        yield text, sorted([*mentions, *more])
+            if not entity or not linked.isdisjoint(range(start, end)) or PART.search(around):
+                continue
+            if linked_at[name] < (p, start):
+                added.append(Mention(start, end, entity))
+            elif len(name) < len(entity):
+                entity_of[name] = None
+        yield text, sorted([*mentions, *added])
 
 def kilt(path, out) -> Counter:
     """turn KILT's knowledge source into a corpus
 
     A line is a page: {"wikipedia_title", "text": [title, paragraph, …], "anchors":
     [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
-    def articles():
-        for n, line in enumerate(open_text(path), 1):
-            if not line.strip():
-                continue
-            with intact(f"{path}:{n}", "is no page of KILT's knowledge source", "give that file"):
-                page = json.loads(line)
-                paragraphs = [(text, []) for text in list.copy(page["text"])]   # no string
-                for a in page["anchors"]:
-                    target = a.get("wikipedia_title") or unquote(a["href"])
-                    text, links = paragraphs[a["paragraph_id"]]
-                    inside = 0 <= a["start"] < a["end"] <= len(text) and a["paragraph_id"] >= 0
-                    if inside and text[a["start"]:a["end"]]:            # refuses 1.5
-                        links.append(Mention(a["start"], a["end"], canonical(target)))
-                counts.update(pages=1, links=len(page["anchors"]))
-                prose = [p for p in paragraphs[1:] if not re.match("Section::::|BULLET::::", p[0])]
-                yield canonical(page["wikipedia_title"]), prose, 0
+    def article(page):
+        """The page as read_article's."""
+        title, texts, anchors = fields("", page, wikipedia_title=[str], text=[list], anchors=[list])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("text: must be a list of strings")
+        paragraphs = [(text, []) for text in texts]
+        for i, anchor in enumerate(anchors):
+            p, start, end, target, href = fields(
+                f"anchors[{i}].", anchor, paragraph_id=[int], start=[int], end=[int],
+                wikipedia_title=[str, None], href=[str, None])
+            if 0 <= p < len(texts) and 0 <= start < end <= len(texts[p]):
+                target = target or unquote(href or "")
+                paragraphs[p][1].append(Mention(start, end, canonical(target)))
+        counts.update(pages=1, links=len(anchors))
+        return canonical(title), [paragraph for paragraph in paragraphs[1:] if not
+                                  re.match("Section::::|BULLET::::", paragraph[0])], 0
 
     counts = Counter()
-    return write_corpus(out, articles(), counts)
+    return write_corpus(out, read_records(path, article), counts)
 
 # ---------------------------------------------------------------- the published task files
 
