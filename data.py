@@ -31,8 +31,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import lru_cache
 from io import TextIOWrapper
 from itertools import islice, repeat
 from pathlib import Path
@@ -665,27 +663,21 @@ def read_records(path, make, errors=None):
 
 KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object", None: "null"}
 
-@lru_cache
-def misspelt(name, known):
-    """The known field name that `name` resembles, or None."""
-    return next(iter(get_close_matches(name.lower(), known, 1, .8)), None)
-
 def fields(where, record, **allowed) -> list:
     """The values of these fields of a JSON record; None for one that is missing.
 
     allowed: for each field the types and values that it may have, with None if it may be missing.
-    Other fields are ignored, unless they look like a missing one misspelt. where: "mentions[0].",
-    say, if the record is inside another. Raises ValueError "field: reason"."""
+    where: "mentions[0].", say, if the record is inside another. Raises ValueError "field: reason".
+    """
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
-    for name in record.keys() - allowed:
-        if meant := misspelt(name, tuple(allowed.keys() - record)):
-            raise ValueError(f"{where}{name:.40}: unknown field; should it be {meant}?")
     for name, kinds in allowed.items():
         value = record.get(name)
         if value not in kinds and type(value) not in kinds:     # not isinstance: true is no number
-            found = f"not {value!r:.40}" if name in record else f"but the record has no {name}"
             wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
+            found = f"not {value!r:.40}"
+            if name not in record:
+                found = f"but is missing (the record has {', '.join(record) or 'no field':.80})"
             raise ValueError(f"{where}{name}: must be {wanted}, {found}")
     return [record.get(name) for name in allowed]
 
@@ -792,7 +784,8 @@ def mention_finder(names):
         import spacy
         pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # parts of spaCy that do not fit raise anything
-        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, index)
+        how = "entity names (no spaCy with en_core_web_sm)"
+        return how, lambda text: find_mentions(text, index)
 
     def noun_chunks(text):
         """A chunk is linked to the entity whose name it contains, the last one if several."""
@@ -1113,9 +1106,9 @@ def write_arrays(path, folder, tokenizer, passage_length, max_length, old):
 #
 # Markup left open takes the parser quadratic time, so a section with more of it is left out.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
-OPEN_OR_CLOSE = re.compile(r"(?s)\{\{|\[\[|\[(?=\w+:)|<[a-z]\w*(?![^<>]*/>)|\}\}|\]\]|\]|</[a-z]\w*",
-                           re.I)
-CLOSED_BY = {"}}": "{{", "]]": "[[", "]": "["}
+OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|"
+                           r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
+CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
 HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with their contents
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
                        r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")     # links that show nothing
@@ -1197,13 +1190,13 @@ def canonical(title):
     return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
 
 def is_open(section) -> bool:
-    """Whether more markup of a section is left open than the parser has time for. What an outer
-    closing mark passes over counts as open, too."""
+    """Whether a section leaves more markup open than the parser has time for. Markup inside "[[…]]"
+    is left open if it is not closed inside."""
     open_marks, n_open = [], 0
-    for mark in OPEN_OR_CLOSE.findall(section):
-        opening = CLOSED_BY.get(mark) or mark.lower().replace("</", "<")
-        if mark == opening or mark[:2] != "</" and mark not in CLOSED_BY:
-            open_marks.append(opening)
+    for mark in OPEN_OR_CLOSE.findall(section.lower()):
+        opening = CLOSED_BY.get(mark) or mark.replace("</", "<")
+        if opening == mark:
+            open_marks.append(mark)
         elif opening in open_marks:
             while open_marks.pop() != opening:
                 n_open += 1
@@ -1254,8 +1247,9 @@ def read_article(page) -> tuple:
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
     wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
-    wikitext = NO_PROSE.sub("==\n", wikitext)
+    wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
+        section = re.sub("(?m)^=.*", "", section)           # a heading that was left open
         if len(section) > MAX_SECTION or is_open(section):
             n_left_out += 1
             continue
@@ -1406,24 +1400,43 @@ def kilt(path, out) -> Counter:
 
 # ---------------------------------------------------------------- the published task files
 
-# The example of a published record; answer_text: the answers, the best one first. A file of
-# another task has other fields, which is an error. No gold evidence is taken (§4.3).
+# The example of a published record. A file of another task lacks the fields. No gold evidence is
+# taken (§4.3).
 SAME = {label: label for label in CLAIM_LABELS}
-HOVER = {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"}
-CLAIM_TASKS = {"fever": lambda r: {"text": r["claim"].strip(), "label": SAME[r["label"]]},
-               "hover": lambda r: {"text": r["claim"].strip(), "label": HOVER[r["label"]]},
-               "fm2": lambda r: {"text": r["text"].strip(), "label": SAME[r["label"]]}}
-QUESTION_TASKS = {
-    "triviaqa": lambda r: {"question": r["Question"].strip(),
-                           "answer_text": [r["Answer"]["Value"]] + r["Answer"]["Aliases"]},
-    "complexwebquestions": lambda r: {
-        "question": r["question"].strip(),
-        "answer_text": sum(([a["answer"]] + a["aliases"] for a in r["answers"]), [])},
-    "entityquestions": lambda r: {"question": r["question"].strip(),
-                                  "answer_text": r["answers"] + []}}    # + []: a list, or an error
+CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
+               "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
+
+def claim_of(record, name) -> dict:
+    """The example of a record of fever, hover or fm2."""
+    text_field, label_of = CLAIM_TASKS[name]
+    text, label = fields("", record, **{text_field: [str], "label": [*label_of, None, ""]})
+    if not label:
+        raise ValueError("no label; give a labelled file (the official test files have no labels)")
+    return {"text": text.strip(), "label": label_of[label]}
+
+def triviaqa(record) -> dict:
+    """The question and answers of a record of TriviaQA, the best answer first."""
+    question, answer = fields("", record, Question=[str], Answer=[dict, None])
+    value, aliases = fields("Answer.", answer, Value=[str], Aliases=[list]) if answer else ("", [])
+    return {"question": question.strip(), "answer_text": [value, *aliases]}
+
+def complexwebquestions(record) -> dict:
+    question, answers = fields("", record, question=[str], answers=[list, None])
+    texts = []
+    for i, answer in enumerate(answers or []):
+        value, aliases = fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
+        texts += [value, *aliases]
+    return {"question": question.strip(), "answer_text": texts}
+
+def entityquestions(record) -> dict:
+    question, answers = fields("", record, question=[str], answers=[list, None])
+    return {"question": question.strip(), "answer_text": answers or []}
+
+QUESTION_TASKS = {function.__name__: function
+                  for function in (triviaqa, complexwebquestions, entityquestions)}
 
 def task_records(path):
-    """The records of a JSON list or of {"Data": list}; or the lines of JSON lines."""
+    """The records of a JSON list or of {"Data": list}, or the lines of JSON lines."""
     text = "".join(open_text(path))
     try:
         whole = json.loads(text)
@@ -1432,58 +1445,72 @@ def task_records(path):
     return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
 
 def answer_key(name):
-    """What is compared: lower case, no punctuation, "_" or article before it: The_Black_Sea is
-    "black sea", but "Vitamin A" is not "vitamin"."""
-    name = _key(name).replace("_", " ")
-    words = re.findall(rf"[\w{_MARK}]+", name)
+    """A name's form for comparison: without case, punctuation, "_" or an article before it.
+    "The_Black_Sea" becomes "black sea", but "Vitamin A" does not become "vitamin"."""
+    words = [word for word in split_words(name)[0] if word[:1].isalnum()]
     has_article = len(words) > 1 and words[0] in ("a", "an", "the")
-    return " ".join(words[has_article:]) or name.strip()
+    return " ".join(words[1:] if has_article else words) or name.strip()
 
-def answer_entities(corpus) -> dict:
-    """answer_key -> the entity of that title, else of that title but for a bracket, else one
-    with a mention that reads so. Of several the most frequent."""
+def answer_entities(corpus) -> tuple:
+    """(answer_key -> entity, the keys that only a title without its bracket has).
+
+    A key means the entity with that title, or with that title before a bracket, or with a mention
+    that reads so. Of several entities it means the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
-    total = Counter(entity for entity, _ in named.elements())
-    # A name that stands here twice means what comes later: the more frequent entity, and a title
-    # rather than what a mention reads.
+    total = Counter()
+    for (entity, _), n in named.items():
+        total[entity] += n
+    # Later items replace earlier ones, so the most frequent come last.
     entities = [entity for entity, _ in reversed(total.most_common())]
     found = {shown: entity for (entity, shown), _ in reversed(named.most_common())}
-    found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity in entities}
-    return found | {answer_key(entity): entity for entity in entities}
+    short = {answer_key(without_bracket(entity)): entity for entity in entities}
+    whole = {answer_key(entity): entity for entity in entities}
+    return found | short | whole, short.keys() - whole.keys()
 
 def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples
 
-    A question's "answers" are the entities in its "answer_text". A question with none counts as
-    answered wrongly (§4.4)."""
-    if name in QUESTION_TASKS and corpus is None:
+    The "answers" of a question are the entities that its "answer_text" names. A question without
+    any counts as answered wrongly (§4.4)."""
+    is_question, n_bracket = name in QUESTION_TASKS, 0
+    if is_question and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
-    entity_of = answer_entities(corpus) if name in QUESTION_TASKS else {}
+    entity_of, by_bracket = answer_entities(corpus) if is_question else ({}, set())
     examples = []
     for path in paths:
         n = 0
         try:
             for n, record in enumerate(task_records(path), 1):
                 record = json.loads(record) if isinstance(record, str) else record
-                example = (CLAIM_TASKS | QUESTION_TASKS)[name](record)
-                if name in QUESTION_TASKS:
-                    texts = list(dict.fromkeys(filter(None, example["answer_text"])))
-                    found = dict.fromkeys(entity_of.get(answer_key(text)) for text in texts)
-                    example |= {"answer_text": texts, "answers": [*filter(None, found)]}
-                examples.append(example)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            raise UserError(f"{path}: record {n}: {e!r}; is this a file of {name}?") from e
+                if not is_question:
+                    examples.append(claim_of(record, name))
+                    continue
+                example = QUESTION_TASKS[name](record)
+                texts = list(dict.fromkeys(filter(None, example["answer_text"])))
+                if not texts:
+                    raise ValueError("no answer; give a file with answers (the official test files "
+                                     "have none)")
+                keys = [answer_key(text) for text in texts]
+                n_bracket += any(key in by_bracket for key in keys)
+                answers = dict.fromkeys(entity_of[key] for key in keys if key in entity_of)
+                examples.append({**example, "answer_text": texts, "answers": [*answers]})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path}: record {n}: {error}; is this a labelled file of {name}?"
+                            ) from error
     if not examples:
         raise UserError(f"{', '.join(map(str, paths))}: no record in it")
     n_answered = sum(bool(e.get("label") or e.get("answers")) for e in examples)
     print(f"{len(examples):,} examples, {n_answered:,} with a label or an answer that is an entity")
+    if n_bracket:
+        print(f"{n_bracket:,} examples have an answer that matches a title only without its bracket"
+              ', as "Colima" matches "Colima (volcano)"')
     write_lines(out, examples)
 
 # ---------------------------------------------------------------- command line
 
 def check(path, preset="toy"):
-    """count what a corpus holds, or list its first ten errors"""
+    """count what a corpus contains, or list its first ten errors"""
     errors = []
     for _ in read_corpus(path, errors):         # to the end: errors are found on the way
         pass
@@ -1501,14 +1528,14 @@ def check(path, preset="toy"):
         print("Nothing can be trained on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
-              'names too; mark more texts with "split": "held_out".')
-    print("Some mentions in brackets, and what they are linked to:")
+              'also names; mark more texts with "split": "held_out".')
+    print("Some mentions in brackets, and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
 
 def toy(out, seed=0):
-    """write corpus.jsonl and examples of a made-up world"""
+    """write the corpus and the examples of a made-up world"""
     os.makedirs(out, exist_ok=True)
     if os.listdir(out):
         raise UserError(f"{out}: is not empty; give a new folder")
@@ -1517,33 +1544,38 @@ def toy(out, seed=0):
         write_lines(Path(out, name + ".jsonl"), records)
 
 def at_least(least):
-    """An argparse type: a whole number of at least that."""
+    """An argparse type: a whole number that is `least` or more."""
     def number(text):
         if not text.isdecimal() or not least <= int(text) < 2 ** 63:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
         return int(text)
     return number
 
-def main() -> int:
-    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description="Corpora and examples: make, check, convert.")
+def arguments_of(arguments) -> dict:
+    """The command line: "run" is the function, the other arguments have its parameters' names."""
+    parser = argparse.ArgumentParser(description="Make, check and convert corpora and examples.")
     commands, add = parser.add_subparsers(required=True), {}
     for run in (toy, check, wiki, kilt, task):
         command = commands.add_parser(run.__name__, help=run.__doc__.partition("\n")[0])
         command.set_defaults(run=run)
-        add[run] = command.add_argument         # the arguments have the names of run's
+        add[run] = command.add_argument
         if run is not check:
-            add[run]("--out", required=True)
+            add[run]("--out", required=True, help="folder" if run is toy else "file to write")
         if run in (check, wiki, kilt):
             add[run]("path", metavar="FILE")
     add[toy]("--seed", type=at_least(0), default=0)
     add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
-    add[wiki]("--workers", type=at_least(1), default=1, help="processes")
+    add[wiki]("--workers", type=at_least(1), default=1, help="number of processes")
     add[task]("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
     add[task]("paths", nargs="+", metavar="FILE")
-    add[task]("--corpus", help="of questions: its entities are the answers")
-    options = vars(parser.parse_args())
-    sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
+    add[task]("--corpus", help="for questions: the corpus whose entities are the answers")
+    return vars(parser.parse_args(arguments))
+
+def main(arguments=None) -> int:
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
+    options = arguments_of(arguments)
+    if hasattr(sys.stdout, "reconfigure"):                      # a notebook's has not
+        sys.stdout.reconfigure(errors="backslashreplace")       # for a terminal that is not UTF-8
     read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
         out, read = options.get("out"), {os.path.realpath(path) for path in read}
@@ -1551,7 +1583,12 @@ def main() -> int:
         if read.intersection(map(os.path.realpath, written)):
             raise UserError(f"--out {out} would replace a file to be read; give another name")
         options.pop("run")(**options)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:              # or Python writes the rest at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return complain("data.py", "the program that reads this output has ended (broken pipe)")
     except (UserError, OSError, ImportError, MemoryError) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
