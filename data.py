@@ -47,34 +47,36 @@ class Passage(NamedTuple):
     index: list | range         # (m,) numbers of these mentions in the text, or in the corpus
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
-    """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and max_length
-    positions (with markers, [CLS] and [SEP]).
+    """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and at most
+    max_length positions (tokens, markers, [CLS] and [SEP]).
 
-    A passage ends as late as these two allow, and never inside a mention. A mention covers every
-    token that it touches. Mentions never overlap: of two that share a token, the one whose tokens
-    start first is kept, of two that start together the longer one. Else masking one would hide a
-    part of the other.
+    Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
+    every token that it touches. Mentions in a passage never share a token: masking one would hide
+    part of the other. Linked mentions are placed before unlinked ones, earlier starts before later
+    ones and, at the same start, longer ones before shorter ones (so an outer mention before one
+    inside it). A mention that meets an earlier placed one is dropped.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
-    dropped: a Counter of the reasons for which mentions were left out, added to."""
+    dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
     token_start, token_end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
     first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
     stop = np.searchsorted(token_start, char_end)               # the token after its last
+    unlinked = [m.entity is None for m in mentions]
+    ids, taken = encoding.ids, np.zeros(len(encoding.ids), bool)
     # pieces[a]: what begins at token a and is never cut: (ids, [its mention] or [], its end).
-    ids, taken = encoding.ids, 0                        # taken: where the last mention kept stops
     pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
-    for i in np.lexsort((-stop, first)).tolist():
+    for i in np.lexsort((-stop, first, unlinked)).tolist():
         a, b = int(first[i]), int(stop[i])
         if a >= b:
             dropped["without a token"] += 1
         elif b - a > passage_length or b - a + 4 > max_length:  # [CLS], [SEP], two markers
             dropped["longer than a passage"] += 1
-        elif a < taken:
+        elif taken[a:b].any():
             dropped["shares a token with another mention"] += 1
         else:
             pieces[a] = [special[E_START], *ids[a:b], special[E_END]], [i], b
-            taken = b
+            taken[a:b] = True
 
     passages, a = [], 0                                         # a passage holds ids[a:b]
     while a < len(ids):
@@ -311,16 +313,32 @@ class Example(NamedTuple):
     answers: list               # names of entities, each a correct answer; empty for a claim
     info: dict                  # the whole record with its other fields: subject, bridge, …
 
-def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
-    """The Passage of each example: what of its text fits in max_length positions, and of its
-    mentions the first max_mentions of its list (app. B.1).
+def encode_start(tokenizer, text, n_tokens):
+    """The encoding of the start of a text, which has the text's first n_tokens tokens, or all.
 
-    A question (task "qa") ends in one more mention, whose index is -1: [E_start] [MASK] [E_end]."""
+    A cut changes only the tokens of the word that it cuts, so these do not count. (A text without
+    n_tokens tokens in its first million characters is not prose; the rest of it is ignored.)"""
+    length = 4 * n_tokens
+    while True:
+        encoding = tokenizer.encode(text[:length], add_special_tokens=False)
+        words = encoding.word_ids
+        n_whole = len(words) - words.count(words[-1]) if words else 0
+        if n_whole >= n_tokens or length >= min(len(text), 1_000_000):
+            return encoding
+        length *= 2
+
+def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
+    """Yields one Passage per example: the start of its text that fits into max_length positions,
+    with the first max_mentions mentions of its list (app. B.1).
+
+    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], whose index is -1.
+    """
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
-    encodings = tokenizer.encode_batch([e.text for e in examples], add_special_tokens=False)
-    for example, encoding in zip(examples, encodings):
+    for example in examples:
+        # Mentions that meet the first passage end within the second, or fit into no passage.
+        encoding = encode_start(tokenizer, example.text, 3 * max_length)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
         tokens, index = passages[0] if passages else ([special[CLS], special[SEP]], [])
@@ -645,11 +663,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from string import ascii_lowercase, digits
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
 TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py check` needs them too
@@ -685,16 +702,16 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
 MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 
 def open_bytes(path):
-    """A file to read. Raises UserError for what cannot be read twice."""
+    """A file open for reading. Raises UserError for a folder or a pipe."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     return open(path, "rb")
 
 def open_text(path, max_line=-1, errors="strict") -> Iterator[str]:
-    """The lines of a plain or gzipped UTF-8 file, whatever its name, without a byte-order mark. A
-    line of more than max_line characters comes in pieces. Raises UserError for what is no file, cut
-    off or not UTF-8; with errors="surrogateescape" read_records refuses the last, with its line.
-    """
+    """The lines of a UTF-8 file, plain or gzipped whatever its name, without a byte-order mark.
+
+    A line longer than max_line characters comes in several pieces. Raises UserError if the file is
+    truncated or, unless errors="surrogateescape", not UTF-8."""
     with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         lines = TextIOWrapper(file, "utf-8-sig", errors, newline="\n")
@@ -702,10 +719,10 @@ def open_text(path, max_line=-1, errors="strict") -> Iterator[str]:
             yield from iter(lambda: lines.readline(max_line), "")
 
 def read_records(path, make, errors=None):
-    """make(record) of each line of a file of JSON lines; make raises ValueError "field: reason".
+    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError.
 
-    Raises UserError "FILE:LINE: field: reason" for a bad line; with a list `errors`, that message
-    is appended to it and reading goes on."""
+    A bad line raises UserError "FILE:LINE: reason". With a list `errors`, that message is appended
+    to it instead, and the other lines are read."""
     for n, line in enumerate(open_text(path, MAX_LINE, "surrogateescape"), 1):
         if len(line) == MAX_LINE:
             raise UserError(f"{path}:{n}: over {MAX_LINE:,} characters; put one text on a line")
@@ -716,7 +733,7 @@ def read_records(path, make, errors=None):
                 yield make(record)
         except (ValueError, RecursionError) as error:
             reason = error
-            if type(error) is not ValueError:           # but one of those that json raises
+            if type(error) is not ValueError:           # json and encode raise subclasses of it
                 is_text = not isinstance(error, UnicodeEncodeError)
                 what = "not JSON" if is_text else "not UTF-8, or half of a surrogate pair"
                 reason = f"{what} ({error}); write one object a line in UTF-8, plain or gzipped"
@@ -724,118 +741,138 @@ def read_records(path, make, errors=None):
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
 
-def field(record, name, allowed, where=""):
-    """A field of a record; null where it is missing. allowed: the types or values that it may have.
-    where: "mentions[0].", say, for a record inside another. Raises ValueError "field: reason"."""
+KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object", None: "null"}
+
+def fields(where, record, **allowed) -> list:
+    """The values of these fields of a JSON record; None for one that is missing.
+
+    allowed: for each field the types and values that it may have, with None if it may be missing.
+    where: "mentions[0].", say, if the record is inside another. Raises ValueError "field: reason".
+    """
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
-    value = record.get(name)
-    if value not in allowed and type(value) not in allowed:     # not isinstance: true is no number
-        names = [getattr(kind, "__name__", str(kind)) for kind in allowed if kind is not None]
-        missing = "" if None in allowed else "missing or "
-        raise ValueError(f"{where}{name}: {missing}not {' or '.join(names)}")
-    return value
+    for name, kinds in allowed.items():
+        value = record.get(name)
+        if value not in kinds and type(value) not in kinds:     # not isinstance: true is no number
+            wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
+            found = f"not {value!r:.40}"
+            if name not in record:
+                found = f"but is missing (the record has {', '.join(record) or 'no field':.80})"
+            raise ValueError(f"{where}{name}: must be {wanted}, {found}")
+    return [record.get(name) for name in allowed]
 
-def read_mentions(record, text) -> list | None:
-    """The Mentions of a record with that text; None where it has no such field."""
-    mentions = field(record, "mentions", [list, None])
-    if mentions is None:
-        return None
-    for i, mention in enumerate(mentions):
-        where = f"mentions[{i}]."
-        start, end = field(mention, "start", [int], where), field(mention, "end", [int], where)
+def mentions_of(spans, text) -> list | None:
+    """The Mentions of a record's field `mentions`; None if it has none."""
+    mentions = []
+    for i, span in enumerate(spans or []):
+        start, end, entity = fields(f"mentions[{i}].", span, start=[int], end=[int],
+                                    entity=[str, None])
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"{where}start: not 0 <= start < end <= {len(text)}")
-        mentions[i] = Mention(start, end, field(mention, "entity", [str, None], where))
-    return mentions
+            raise ValueError(f"mentions[{i}]: start {start} and end {end} must be "
+                             f"0 <= start < end <= {len(text)}, the length of the text")
+        if "entity" not in span or entity is not None and not entity.strip():
+            raise ValueError(f"mentions[{i}].entity: missing or empty; write null for a mention "
+                             "that is not linked")
+        mentions.append(Mention(start, end, entity))
+    return None if spans is None else mentions
 
 def read_corpus(path, errors=None) -> Iterator[Text]:
-    """The texts of a corpus file, as a stream. Errors as read_records'."""
+    """Yields the texts of a corpus file. Bad lines are handled as in read_records."""
     def make(record):
-        title, text = field(record, "title", [str]), field(record, "text", [str])
-        split = field(record, "split", ["train", "held_out", None])
-        return Text(title, text, read_mentions(record, text) or [], split)
+        title, text, spans, split = fields("", record, title=[str], text=[str], mentions=[list],
+                                           split=["train", "held_out", None])
+        return Text(title, text, mentions_of(spans, text), split)
     return read_records(path, make, errors)
 
 def read_examples(path, task) -> list:
-    """Examples of task "claims" (text, label) or "qa" (question, answers); mentions may be absent.
+    """Examples of task "claims" (text, label) or "qa" (question, answers); mentions are optional.
 
-    Raises UserError for a bad line or a file without any."""
+    Raises UserError for a bad line or a file without examples."""
     def make(record):
-        text = field(record, "question" if task == "qa" else "text", [str])
-        answers = field(record, "answers", [list]) if task == "qa" else []
+        if task == "qa":
+            text, answers, spans = fields("", record, question=[str], answers=[list],
+                                          mentions=[list, None])
+            label = None
+        else:
+            text, label, spans = fields("", record, text=[str], label=[*CLAIM_LABELS, None],
+                                        mentions=[list, None])
+            answers = []
         if not all(isinstance(answer, str) for answer in answers):
-            raise ValueError("answers: not a list of names of entities")
-        label = field(record, "label", [*CLAIM_LABELS, None]) if task == "claims" else None
+            raise ValueError("answers: must be a list of names of entities")
         label = None if label is None else CLAIM_LABELS.index(label)
-        return Example(text, read_mentions(record, text), label, [*filter(None, answers)], record)
+        return Example(text, mentions_of(spans, text), label, [*filter(None, answers)], record)
 
     examples = list(read_records(path, make))
     if not examples:
-        raise UserError(f"{path}: holds no example; give a file with one JSON object a line")
+        raise UserError(f"{path}: no example in it; give a file with one JSON object a line")
     return examples
 
 # ---------------------------------------------------------------- mentions of texts without them
 
-# Chinese and Japanese put no spaces between words, so that each of their characters is a word.
-_CJK = "\u3005-\u3007\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-# Accents and vowel signs that are characters of their own belong to the letter before them.
-_MARK = "".join(c for c in map(chr, range(0x300, 0x1e944)) if unicodedata.category(c)[0] == "M")
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+(?:[{_MARK}]+[^\W{_CJK}]*)*|[^\w\s]")
+# Words, signs, and characters of Chinese and Japanese, which put no spaces between words.
+WORDS = pre_tokenizers.Split(
+    Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
+          r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
+    "removed", invert=True)
+# Characters that are compared as one: in file names a space is "_"; phones and word processors
+# write ’ and ‑ for ' and -.
+ALIKE = str.maketrans("_‘’ʻʼ′＇‐‑‒–−－“”„", " ''''''------\"\"\"")
 
-def _key(word) -> str:
-    """What is compared of a word: in any case, and in any of Unicode's forms."""
-    return unicodedata.normalize("NFC", word).lower()
+def split_words(text) -> tuple:
+    """(words, spans): the words of a text in a form that ignores case, Unicode's composed and
+    decomposed forms and soft hyphens; their (start, end) in the text."""
+    pieces = WORDS.pre_tokenize_str(text.translate(ALIKE))
+    words = [unicodedata.normalize("NFC", word).lower().replace("\xad", "") for word, _ in pieces]
+    return words, [span for _, span in pieces]
+
+def without_bracket(name) -> str:
+    """"Mercury" of "Mercury (planet)" or "Mercury_(planet)"."""
+    return re.sub(r"[\s_]*\([^()]*\)$", "", name)
 
 def name_index(names) -> dict:
-    """A tree of these names by their words, in which "" stands at a name's end:
-    {"port": {"ellin": {"": "Port_Ellin"}}}. "_" is a space, and a bracket at the end, as in
-    "Mercury_(planet)", is not part of a name. Of names that read alike the first one counts, of
-    those without a bracket if there are any."""
+    """First word -> number of words, largest first -> words -> name, for find_mentions.
+
+    Names are indexed without their bracket. Of names that are then equal the first counts, but one
+    without a bracket before one with."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
-        words = _WORD.findall(re.sub(r"\s*\([^()]*\)$", "", name.replace("_", " ")))
-        if any(word[0].isalnum() for word in words):
-            node = index
-            for word in words:
-                node = node.setdefault(_key(word), {})
-            node.setdefault("", name)
-    return index
+        words = tuple(split_words(without_bracket(name))[0])
+        if any(word[:1].isalnum() for word in words):
+            index.setdefault(words[0], {}).setdefault(len(words), {}).setdefault(words, name)
+    return {first: dict(sorted(named.items(), reverse=True)) for first, named in index.items()}
 
 def find_mentions(text, index) -> list:
-    """Mentions of a name_index's names in a text: at each word the longest, whatever the case."""
-    words = list(_WORD.finditer(text.replace("_", " ")))
-    keys = [_key(word.group()) for word in words]
+    """Mentions of a name_index's names in a text, from left to right, each as long as possible."""
+    words, spans = split_words(text)
     mentions, i = [], 0
     while i < len(words):
-        node, stop = index, i       # stop: the word after the longest name found
-        for n in range(i, len(words)):
-            node = node.get(keys[n])
-            if node is None:
+        step = 1
+        for length, named in index.get(words[i], {}).items():
+            if name := named.get(tuple(words[i:i + length])):
+                mentions.append(Mention(spans[i][0], spans[i + length - 1][1], name))
+                step = length
                 break
-            if "" in node:
-                name, stop = node[""], n + 1
-        if stop > i:
-            mentions.append(Mention(words[i].start(), words[stop - 1].end(), name))
-        i = max(stop, i + 1)
+        i += step
     return mentions
 
 def mention_finder(names):
-    """(how, find): find(text) -> mentions of a text that comes without: as in the paper spaCy's
-    noun chunks (app. B.1), or without spaCy the longest matches of these entity names."""
-    tree = name_index(names)
+    """(how, find): find(text) returns the mentions of a text that comes without any. They are
+    spaCy's noun chunks, as in the paper (app. B.1), or without spaCy the longest matches of these
+    entity names; `how` says which."""
+    index = name_index(names)
     try:
         import spacy
         pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # parts of spaCy that do not fit raise anything
-        return "entity names (no spaCy with en_core_web_sm)", lambda text: find_mentions(text, tree)
+        how = "entity names (no spaCy with en_core_web_sm)"
+        return how, lambda text: find_mentions(text, index)
 
     def noun_chunks(text):
-        """A chunk that holds an entity's name is linked to that entity."""
+        """A chunk is linked to the entity whose name it contains, the last one if several."""
         mentions = []
         for chunk in pipeline(text).noun_chunks:
             start, end = chunk.start_char, chunk.end_char
-            named = find_mentions(text[start:end], tree)
+            named = find_mentions(text[start:end], index)
             mentions.append(Mention(start, end, named[-1].entity if named else None))
         return mentions
     return "spaCy's noun chunks", noun_chunks
@@ -965,7 +1002,7 @@ def complain(program, error) -> int:
 # ---------------------------------------------------------------- tokenizer
 
 def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
-    """WordPiece as BERT's. [CLS] and the others are never read out of a text."""
+    """A WordPiece tokenizer as BERT's. It never reads "[CLS]" in a text as a token."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase,
@@ -975,35 +1012,40 @@ def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
     return tokenizer
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
-    """WordPiece of an iterable of strings. With room for every word, each word is one token.
+    """A WordPiece tokenizer of an iterable of strings. Equal strings give an equal vocabulary.
 
-    If all words fit, the vocabulary is the words, and the characters to spell new ones. The trainer
-    would also keep every merge on the way to a word: rows of the embeddings that nothing uses."""
-    tokenizer, words = _wordpiece(SPECIAL), set()
-    normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer    # training locks these
+    If there is room for every word, each word is one token, and the only other entries are the
+    characters that spell new words. (The trainer would also keep the steps on its way to a word,
+    embeddings that nothing uses.)"""
+    bert, count, chars = _wordpiece(SPECIAL), Counter(), Counter()
+    split, normalize = bert.pre_tokenizer.pre_tokenize_str, bert.normalizer.normalize_str
+    for text in texts:
+        count.update(word for word, _ in split(normalize(text)))
+    words = sorted(word for word in count if len(word) <= 100)      # longer ones are always [UNK]
+    for word in words:
+        chars.update(dict.fromkeys(word, count[word]))
+    letters = ["##" + char for char in sorted(chars) if len(split("a" + char)) == 1]
+    vocab = list(dict.fromkeys([*SPECIAL, *sorted(chars), *letters, *words]))
+    if len(vocab) <= vocab_size:
+        return _wordpiece(vocab)
 
-    def stream():
-        for text in texts:
-            # Of one long word, such as a file in base64, every merge would be tried. It is [UNK].
-            text = re.sub(r"[A-Za-z0-9]{101,}", " ", text)
-            if len(words) <= vocab_size:
-                pieces = splitter.pre_tokenize_str(normalizer.normalize_str(text))
-                words.update(word for word, _ in pieces)
-            yield text
-
-    # The trainer numbers pieces as it meets words, in another order each time, and equal counts are
-    # decided by number. So letters and digits inside words are given in order.
-    pieces = [*SPECIAL, *(f"##{c}" for c in ascii_lowercase + digits)]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=pieces,
-                                        limit_alphabet=max(1, vocab_size - len(pieces)),
-                                        show_progress=False)
-    tokenizer.train_from_iterator(stream(), trainer)
-    chars = sorted(set("".join(words)))
-    inner = ["##" + c for c in chars if len(splitter.pre_tokenize_str("a" + c)) == 1]
-    vocab = list(dict.fromkeys([*SPECIAL, *chars, *inner, *sorted(words)]))
-    if len(vocab) > vocab_size:
-        vocab = [*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))]
-    return _wordpiece(vocab)
+    # The trainer numbers "##" pieces in the random order of a hash table and breaks ties between
+    # merges by these numbers. So it gets these pieces beforehand, in order.
+    inside = set("".join(word[1:] for word in words))
+    pieces = []
+    for char in sorted(chars, key=lambda char: (-chars[char], char)):
+        pieces += [char, "##" + char] if char in inside else [char]
+    pieces = set(pieces[:vocab_size - len(SPECIAL)])
+    words = [word for word in words
+             if pieces.issuperset([word[0], *("##" + char for char in word[1:])])]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, show_progress=False,
+                                        special_tokens=[*SPECIAL, *sorted(pieces)])
+    repeated = (f"{word} " * min(1000, count[word] - n)         # in parts: a common word is long
+                for word in words for n in range(0, count[word], 1000))
+    tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(repeated, trainer)
+    return _wordpiece([*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))])
 
 def unknown_words(tokenizer, texts) -> list:
     """The words of these texts that the vocabulary lacks, which are read in pieces or as [UNK]."""
@@ -1200,17 +1242,19 @@ class CorpusWriter:
 
 # ---------------------------------------------------------------- Wikipedia
 
-# mwparserfromhell parses the wikitext of a section and drops its templates. Before it does, a link
-# is marked "\x01 target \x02 shown \x03", which XML cannot hold. So the text can be tidied around
-# the marks, and at last they become mentions. Where an editor left markup open, its line goes.
-# Only sections, templates and namespaces of English Wikipedia are known.
+# mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
+# \x03" and a template that is not in PRINTED "\x04", characters that XML cannot contain, so the
+# text can be tidied around them. Then links become mentions. A line with markup that an editor left
+# open is dropped. Only English Wikipedia's sections, templates and namespaces are known.
 #
-# Open markup costs the parser quadratic time: a section is left out if it is longer than this or
-# leaves more "{{", "[[" and "<" open.
+# Markup left open takes the parser quadratic time, so a section with more of it is left out.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
-HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with what is in them
+OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|"
+                           r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
+CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
+HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with their contents
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
-                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")   # show nothing in a text
+                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")     # links that show nothing
 # Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
 NO_ARTICLE = re.compile(r"(?!Re:)[A-Za-z -]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
@@ -1218,19 +1262,35 @@ AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hn
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
                       r"sources|works cited|bibliography|further reading|external links|see also|"
                       r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
+# What templates print within a sentence, from their arguments.
+PRINTED = dict.fromkeys("nowrap nobr small smaller abbr tooltip keypress angbr sc val math mvar "
+                        "formatnum nihongo ill flag".split(), "{0}")
+PRINTED |= {"lang": "{1}", "transl": "{last}", "transliteration": "{last}", "as of": "as of {0}",
+            "circa": "c. {0}", "c.": "c. {0}", "ca.": "c. {0}", "frac": "{0}/{1}",
+            "uss": "USS {0}", "hms": "HMS {0}", "us$": "US${0}", "usd": "US${0}", "gbp": "£{0}",
+            "£": "£{0}", "eur": "€{0}", "€": "€{0}", "inr": "₹{0}", "ndash": "–", "snd": " – "}
+NUMBER = r"[−+-]?[\d.,/ ]*\d"
+QUANTITY = re.compile(rf"{NUMBER}(\|[^\d|]*\|{NUMBER})*\|[^|]+(\|{NUMBER}\|[^|\d][^|]*)*")
+# A sentence lacks something where a template that is not known follows one of these words.
+GAP = re.compile(r"(?i)\b(a|an|the|of|in|on|at|by|to|from|for|with|than|about|is|are|was|were|as|"
+                 "and|or|between|over|under|around|approximately|nearly|almost|only)[ \xa0]\x04")
+SENTENCE_END = re.compile("(?<=[.!?])(?<![A-Z][.]) +(?=[\x04\"'(]*[A-Z\x01])")
 TIDY = (("(?<!')''(?!')([^'\n]*[\\w\x03])'''(?=s\\b)", "\\1'"),          # ''Iliad'''s
         ("''+", ""),
-        ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),     # what a link lost to templates
-        ("\x03([a-z]+)", "\\1\x03"),                            # [[bus]]es
+        ("\x01[^\x02]*\x02 *\x03|(?<=\x02) +| +(?=\x03)", ""),      # links that show only templates
+        ("\x03([a-z]+)", "\\1\x03"),                                 # [[bus]]es
         ("[ \t\xa0\u2009]+", " "),
-        (r"\( ?(?:[;,] ?)+", "("),                              # of templates: "Plato (; 428 BC)"
+        (r"\( ?(?:[;,] ?)+", "("),                                   # "Plato (; 428 BC)"
         (r"\( ?\) ?| (?=[,.;)](?: |$))|^[*#:; ]+| +$", ""),
         (r"^.*(?:[|{}]|\[\[|\]\]|</?[a-zA-Z!]|__|\x01[^\x03]*\x01).*$|^(?:[!=]|--).*$", ""))
 
 def read_dump(path, say_language=False):
-    """Streams (title, kind, text) of the pages of an XML dump, plain or bz2. Of a redirect the text
-    is its target, of a disambiguation page, which leads to no article, it is "". Nothing may stand
-    before <mediawiki>: a <!DOCTYPE> would define entities."""
+    """Yields (title, kind, text) for each page of an XML dump, plain or bz2. Of a page with several
+    revisions the newest is read: by its timestamp or, without timestamps, the last.
+
+    kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
+    namespace". Only an XML declaration may precede <mediawiki>: a <!DOCTYPE> would define entities.
+    """
     with open_bytes(path) as raw, intact(path, "is no whole MediaWiki dump", "give XML or bz2"):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
         head = file.peek()[:1000]
@@ -1240,21 +1300,31 @@ def read_dump(path, say_language=False):
             print(f"{path}: only English sections and templates are known", file=sys.stderr)
         parsed = ElementTree.iterparse(file, ["start", "end"])
         _, root = next(parsed)
-        for event, page in parsed:
-            if event == "end" and page.tag.rpartition("}")[2] == "page":
-                title = canonical(page.findtext("{*}title", ""))
-                text = page.findtext("{*}revision/{*}text", "")
-                redirect, kind = page.find("{*}redirect"), "article"
-                if page.find("{*}ns") is None:
-                    raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
-                if page.findtext("{*}ns") != "0":
-                    kind = "other namespace"
-                elif redirect is not None:
-                    kind, text = "redirect", redirect.get("title", "")
-                elif title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
-                    kind, text = "disambiguation page", ""
-                yield title, kind, text
+        newest, text = "", ""
+        for event, element in parsed:
+            name = element.tag.rpartition("}")[2]
+            if event == "end" and name == "revision":
+                timestamp = element.findtext("{*}timestamp", "").strip()
+                if timestamp >= newest:
+                    newest, text = timestamp, element.findtext("{*}text", "")
+                element.clear()                             # a page's history is long
+            elif event == "end" and name == "page":
+                yield page_kind(element, text)
+                newest, text = "", ""
                 root.clear()                                # or the whole dump stays in memory
+
+def page_kind(page, text) -> tuple:
+    """(title, kind, text) of a <page> whose newest text this is."""
+    title, redirect = canonical(page.findtext("{*}title", "")), page.find("{*}redirect")
+    if page.find("{*}ns") is None:
+        raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
+    if page.findtext("{*}ns") != "0":
+        return title, "other namespace", text
+    if redirect is not None:
+        return title, "redirect", redirect.get("title", "")
+    if title.endswith(" (disambiguation)") or AMBIGUOUS.search(text):
+        return title, "disambiguation page", ""
+    return title, "article", text
 
 def canonical(title):
     """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
@@ -1262,30 +1332,71 @@ def canonical(title):
     first = title[:1].upper()
     return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
 
-def read_article(page) -> tuple:
-    """(title, [(text, links)] of its paragraphs, how many sections were left out) of read_dump's
-    page. A link is a Mention whose entity is still as the editor wrote it."""
+def is_open(section) -> bool:
+    """Whether a section leaves more markup open than the parser has time for. Markup inside "[[…]]"
+    is left open if it is not closed inside."""
+    open_marks, n_open = [], 0
+    for mark in OPEN_OR_CLOSE.findall(section.lower()):
+        opening = CLOSED_BY.get(mark) or mark.replace("</", "<")
+        if opening == mark:
+            open_marks.append(mark)
+        elif opening in open_marks:
+            while open_marks.pop() != opening:
+                n_open += 1
+        if n_open + len(open_marks) > MAX_UNCLOSED:
+            return True
+    return False
+
+def template_text(template) -> str:
+    """What a template prints in a sentence, or "\x04"."""
+    name, _, first = str(template.name).lower().replace("_", " ").strip().partition(":")
+    values = [str(p.value).strip() for p in template.params if not p.showkey]
+    values = [first.strip(), *values] if first else values              # {{formatnum:1000}}
+    if name in ("convert", "cvt"):
+        quantity = QUANTITY.match("|".join(values))
+        return quantity[0].replace("|e6", "| million ").replace("|", " ") if quantity else "\x04"
+    try:
+        return PRINTED[name].format(*values, last=values[-1] if values else "")
+    except LookupError:                     # of another name, or without these arguments
+        return "\x04"
+
+def prose(section) -> str:
+    """The text of a section, with marks for its links, and without the sentences that lack what a
+    template prints."""
     import mwparserfromhell
+    code = mwparserfromhell.parse(section, skip_style_tags=True)
+    for tag in code.ifilter_tags(matches=lambda tag: tag.tag.lower() in HIDDEN):
+        tag.contents = ""
+    for template in code.ifilter_templates():
+        text = template_text(template)
+        template.params.clear()
+        template.add(1, text, showkey=False)
+    for link in code.ifilter_wikilinks():
+        target = str(link.title).strip()
+        shown = " ".join(str(link.text or target.lstrip(":")).split())
+        link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
+    text = code.strip_code(collapse=False, keep_template_params=True)
+    if GAP.search(text):
+        text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
+                                  if not GAP.search(sentence)) for line in text.split("\n"))
+    text = text.replace("\x04", "")
+    for pattern, new in TIDY:
+        text = re.sub(pattern, new, text, flags=re.M)
+    return text
+
+def read_article(page) -> tuple:
+    """(title, [(text, links)] of its paragraphs, number of sections left out) of read_dump's page.
+    A link is a Mention whose entity is still as the editor wrote it."""
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
-    wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-3];", " ", wikitext)
-    wikitext = NO_PROSE.sub("==\n", wikitext)
+    wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
+    wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
-        n_open = len(re.findall(r"\{\{|\[\[|<", section)) - len(re.findall(r"\}\}|\]\]|>", section))
-        if len(section) > MAX_SECTION or n_open > MAX_UNCLOSED:
+        section = re.sub("(?m)^=.*", "", section)           # a heading that was left open
+        if len(section) > MAX_SECTION or is_open(section):
             n_left_out += 1
             continue
-        code = mwparserfromhell.parse(section, skip_style_tags=True)
-        for tag in code.ifilter_tags(matches=lambda tag: tag.tag.lower() in HIDDEN):
-            tag.contents = ""
-        for link in code.ifilter_wikilinks():
-            target = str(link.title).strip()
-            shown = " ".join(str(link.text or target.lstrip(":")).split())
-            link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
-        marked = code.strip_code(collapse=False)
-        for pattern, new in TIDY:
-            marked = re.sub(pattern, new, marked, flags=re.M)
-        for paragraph in re.split("\n\n+", marked.strip("\n")):
+        for paragraph in re.split("\n\n+", prose(section).strip("\n")):
             text, *parts = re.split("\x01(.*?)\x02(.*?)\x03", paragraph)
             links = []
             for target, shown, after in zip(parts[::3], parts[1::3], parts[2::3]):
@@ -1298,11 +1409,11 @@ def read_article(page) -> tuple:
 
 def wiki(path, out, workers=1) -> Counter:
     """turn a Wikipedia dump (pages-articles) into a corpus"""
-    import mwparserfromhell  # noqa: F401     (an optional package: its absence is said at once)
+    import mwparserfromhell  # noqa: F401     (optional: its absence is said before any work)
     counts, redirects = Counter(), {}
 
     def articles():
-        """Every article, parsed; the dump is read twice, the first time for its redirects."""
+        """Every article, parsed. The dump is read twice, first for its redirects."""
         for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
             counts.update({"pages": 1, "pages: " + kind: 1})
             if kind == "article":
@@ -1320,8 +1431,8 @@ def wiki(path, out, workers=1) -> Counter:
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
-    """Writes articles, as read_article's, as lines of a corpus. Prints the counts: every link is
-    kept, or dropped for a reason."""
+    """Writes articles (as read_article's) as lines of a corpus, a paragraph each. Prints the
+    counts: every link is kept, or dropped for a reason."""
     def article_of(link):
         """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
@@ -1333,7 +1444,6 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         return title
 
     def lines():
-        """The lines of the corpus, a paragraph each."""
         for title, paragraphs, n_left_out in tqdm(articles, "articles", leave=False, disable=None):
             counts["sections left out"] += n_left_out
             linked = []
@@ -1347,93 +1457,129 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
             raise UserError(f"{out} is not written: no article found; give another file")
 
     write_lines(out, lines())
-    told = counts["links: kept"] + counts["links: to no article"]
-    counts["links: outside the prose"] = counts["links"] - told
+    counts["links: outside the prose"] = (counts["links"] - counts["links: kept"]
+                                          - counts["links: to no article"])
+    counts["mentions: added"] = counts["mentions"] - counts["links: kept"]
     for what, n in sorted(counts.items()):
         print(f"{what:<46}{n:>12,}")
     return counts
 
+# A person's name, as "John F. Kennedy" or "Ludwig van Beethoven". In "British Forces Germany" and
+# "Rugby union in Ireland" the last word is no name of the whole.
+PERSON = re.compile(r"[A-Z][\w.'’-]+( [A-Z]\.)*( (van|von|de|der|del|della|di|da|al|la|le))* "
+                    r"[A-Z][\w'’-]+$")
+
 def names_for(shown, entity) -> list:
-    """What means `entity` on a page with a link to it: its title without a bracket, and what the
-    link shows if the title ends in that ("Einstein"). A name in small letters is a common noun: it
-    has a plural, and a capital in places; with a bracket, as "state (polity)", it is no name."""
-    base = re.sub(r" \([^()]*\)$", "", entity)
-    if shown[:1].islower():
+    """The names that mean `entity` after a link to it that shows `shown`."""
+    base = without_bracket(entity)
+    if base != entity:                          # "Mercury" may mean more than "Mercury (planet)"
+        return [base] if shown == base else []
+    if shown[:1].islower():                     # a common noun: with a plural, and a capital
         noun = base[0].lower() + base[1:]
-        return [noun, noun + "s", base, base + "s"] if base == entity else []
-    ends_in_it = base.endswith(" " + shown) and " of " not in base
-    return [base, shown] if ends_in_it else [base]
+        return [noun, noun + "s", base, base + "s"]
+    is_family_name = base.endswith(" " + shown) and PERSON.match(base)
+    return [base, shown] if is_family_name else [base]
 
 # Around a name's first letter between two \x01: it is a part of "dog-like", "North Karovia" or
 # "Karovia Airways".
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
-    """Links what else on a page repeats its title or a link: Wikipedia links only the first.
-    paragraphs: [(text, mentions)], as are yielded. A shared name means the page's own or nobody."""
-    links = [(text[m.start:m.end], m.entity) for text, mentions in paragraphs for m in mentions]
+    """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links only the first.
+
+    The page's own title is linked everywhere, and what a link shows or leads to after that link. A
+    name that is not the whole title, "Einstein" or "Mercury", is linked only if the page does not
+    use it before the link, and a name that two entities share only if one is the page."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
-    entity_of = {}                                          # each name as it is written
-    for shown, entity in [(title.lower() if is_noun else title, title), *links]:
-        for name in names_for(shown, entity):
-            if entity_of.setdefault(name, entity) not in (entity, title):
-                entity_of[name] = None
-    index = name_index(name for name, entity in entity_of.items() if entity and len(name) > 2)
-    for text, mentions in paragraphs:
+    own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
+    entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
+    for p, (text, mentions) in enumerate(paragraphs):
+        for m in mentions:
+            for name in names_for(text[m.start:m.end], m.entity):
+                linked_at.setdefault(name, (p, m.start))
+                if entity_of.setdefault(name, m.entity) not in (m.entity, title):
+                    entity_of[name] = None
+    index = name_index(name for name, entity in entity_of.items()
+                       if entity and len(name) > 2 and any(map(str.isalpha, name)))
+    for p, (text, mentions) in enumerate(paragraphs):
         linked = {i for mention in mentions for i in range(mention.start, mention.end)}
-        more = []
+        added = []
         for start, end, _ in find_mentions(text, index):
-            entity = entity_of.get(text[start:end])
+            name = text[start:end]
+            entity = entity_of.get(name)
             around = f"{text[max(0, start - 40):start]}\x01{text[start]}\x01{text[end:end + 2]}"
-            if entity and linked.isdisjoint(range(start, end)) and not PART.search(around):
-                more.append(Mention(start, end, entity))
-        yield text, sorted([*mentions, *more])
+            if not entity or not linked.isdisjoint(range(start, end)) or PART.search(around):
+                continue
+            if linked_at[name] < (p, start):
+                added.append(Mention(start, end, entity))
+            elif len(name) < len(entity):
+                entity_of[name] = None
+        yield text, sorted([*mentions, *added])
 
 def kilt(path, out) -> Counter:
     """turn KILT's knowledge source into a corpus
 
     A line is a page: {"wikipedia_title", "text": [title, paragraph, …], "anchors":
     [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
-    def articles():
-        for n, line in enumerate(open_text(path), 1):
-            if not line.strip():
-                continue
-            with intact(f"{path}:{n}", "is no page of KILT's knowledge source", "give that file"):
-                page = json.loads(line)
-                paragraphs = [(text, []) for text in list.copy(page["text"])]   # no string
-                for a in page["anchors"]:
-                    target = a.get("wikipedia_title") or unquote(a["href"])
-                    text, links = paragraphs[a["paragraph_id"]]
-                    inside = 0 <= a["start"] < a["end"] <= len(text) and a["paragraph_id"] >= 0
-                    if inside and text[a["start"]:a["end"]]:            # refuses 1.5
-                        links.append(Mention(a["start"], a["end"], canonical(target)))
-                counts.update(pages=1, links=len(page["anchors"]))
-                prose = [p for p in paragraphs[1:] if not re.match("Section::::|BULLET::::", p[0])]
-                yield canonical(page["wikipedia_title"]), prose, 0
+    def article(page):
+        """The page as read_article's."""
+        title, texts, anchors = fields("", page, wikipedia_title=[str], text=[list], anchors=[list])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("text: must be a list of strings")
+        paragraphs = [(text, []) for text in texts]
+        for i, anchor in enumerate(anchors):
+            p, start, end, target, href = fields(
+                f"anchors[{i}].", anchor, paragraph_id=[int], start=[int], end=[int],
+                wikipedia_title=[str, None], href=[str, None])
+            if 0 <= p < len(texts) and 0 <= start < end <= len(texts[p]):
+                target = target or unquote(href or "")
+                paragraphs[p][1].append(Mention(start, end, canonical(target)))
+        counts.update(pages=1, links=len(anchors))
+        return canonical(title), [paragraph for paragraph in paragraphs[1:] if not
+                                  re.match("Section::::|BULLET::::", paragraph[0])], 0
 
     counts = Counter()
-    return write_corpus(out, articles(), counts)
+    return write_corpus(out, read_records(path, article), counts)
 
 # ---------------------------------------------------------------- the published task files
 
-# The example of a published record; answer_text: the answers, the best one first. A file of
-# another task has other fields, which is an error. No gold evidence is taken (§4.3).
+# The example of a published record. A file of another task lacks the fields. No gold evidence is
+# taken (§4.3).
 SAME = {label: label for label in CLAIM_LABELS}
-HOVER = {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"}
-CLAIM_TASKS = {"fever": lambda r: {"text": r["claim"].strip(), "label": SAME[r["label"]]},
-               "hover": lambda r: {"text": r["claim"].strip(), "label": HOVER[r["label"]]},
-               "fm2": lambda r: {"text": r["text"].strip(), "label": SAME[r["label"]]}}
-QUESTION_TASKS = {
-    "triviaqa": lambda r: {"question": r["Question"].strip(),
-                           "answer_text": [r["Answer"]["Value"]] + r["Answer"]["Aliases"]},
-    "complexwebquestions": lambda r: {
-        "question": r["question"].strip(),
-        "answer_text": sum(([a["answer"]] + a["aliases"] for a in r["answers"]), [])},
-    "entityquestions": lambda r: {"question": r["question"].strip(),
-                                  "answer_text": r["answers"] + []}}    # + []: a list, or an error
+CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
+               "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
+
+def claim_of(record, name) -> dict:
+    """The example of a record of fever, hover or fm2."""
+    text_field, label_of = CLAIM_TASKS[name]
+    text, label = fields("", record, **{text_field: [str], "label": [*label_of, None, ""]})
+    if not label:
+        raise ValueError("no label; give a labelled file (the official test files have no labels)")
+    return {"text": text.strip(), "label": label_of[label]}
+
+def triviaqa(record) -> dict:
+    """The question and answers of a record of TriviaQA, the best answer first."""
+    question, answer = fields("", record, Question=[str], Answer=[dict, None])
+    value, aliases = fields("Answer.", answer, Value=[str], Aliases=[list]) if answer else ("", [])
+    return {"question": question.strip(), "answer_text": [value, *aliases]}
+
+def complexwebquestions(record) -> dict:
+    question, answers = fields("", record, question=[str], answers=[list, None])
+    texts = []
+    for i, answer in enumerate(answers or []):
+        value, aliases = fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
+        texts += [value, *aliases]
+    return {"question": question.strip(), "answer_text": texts}
+
+def entityquestions(record) -> dict:
+    question, answers = fields("", record, question=[str], answers=[list, None])
+    return {"question": question.strip(), "answer_text": answers or []}
+
+QUESTION_TASKS = {function.__name__: function
+                  for function in (triviaqa, complexwebquestions, entityquestions)}
 
 def task_records(path):
-    """The records of a JSON list or of {"Data": list}; or the lines of JSON lines."""
+    """The records of a JSON list or of {"Data": list}, or the lines of JSON lines."""
     text = "".join(open_text(path))
     try:
         whole = json.loads(text)
@@ -1442,58 +1588,72 @@ def task_records(path):
     return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
 
 def answer_key(name):
-    """What is compared: lower case, no punctuation, "_" or article before it: The_Black_Sea is
-    "black sea", but "Vitamin A" is not "vitamin"."""
-    name = _key(name).replace("_", " ")
-    words = re.findall(rf"[\w{_MARK}]+", name)
+    """A name's form for comparison: without case, punctuation, "_" or an article before it.
+    "The_Black_Sea" becomes "black sea", but "Vitamin A" does not become "vitamin"."""
+    words = [word for word in split_words(name)[0] if word[:1].isalnum()]
     has_article = len(words) > 1 and words[0] in ("a", "an", "the")
-    return " ".join(words[has_article:]) or name.strip()
+    return " ".join(words[1:] if has_article else words) or name.strip()
 
-def answer_entities(corpus) -> dict:
-    """answer_key -> the entity of that title, else of that title but for a bracket, else one
-    with a mention that reads so. Of several the most frequent."""
+def answer_entities(corpus) -> tuple:
+    """(answer_key -> entity, the keys that only a title without its bracket has).
+
+    A key means the entity with that title, or with that title before a bracket, or with a mention
+    that reads so. Of several entities it means the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
-    total = Counter(entity for entity, _ in named.elements())
-    # A name that stands here twice means what comes later: the more frequent entity, and a title
-    # rather than what a mention reads.
+    total = Counter()
+    for (entity, _), n in named.items():
+        total[entity] += n
+    # Later items replace earlier ones, so the most frequent come last.
     entities = [entity for entity, _ in reversed(total.most_common())]
     found = {shown: entity for (entity, shown), _ in reversed(named.most_common())}
-    found |= {answer_key(re.sub(r"[ _]\([^()]*\)$", "", entity)): entity for entity in entities}
-    return found | {answer_key(entity): entity for entity in entities}
+    short = {answer_key(without_bracket(entity)): entity for entity in entities}
+    whole = {answer_key(entity): entity for entity in entities}
+    return found | short | whole, short.keys() - whole.keys()
 
 def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples
 
-    A question's "answers" are the entities in its "answer_text". A question with none counts as
-    answered wrongly (§4.4)."""
-    if name in QUESTION_TASKS and corpus is None:
+    The "answers" of a question are the entities that its "answer_text" names. A question without
+    any counts as answered wrongly (§4.4)."""
+    is_question, n_bracket = name in QUESTION_TASKS, 0
+    if is_question and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
-    entity_of = answer_entities(corpus) if name in QUESTION_TASKS else {}
+    entity_of, by_bracket = answer_entities(corpus) if is_question else ({}, set())
     examples = []
     for path in paths:
         n = 0
         try:
             for n, record in enumerate(task_records(path), 1):
                 record = json.loads(record) if isinstance(record, str) else record
-                example = (CLAIM_TASKS | QUESTION_TASKS)[name](record)
-                if name in QUESTION_TASKS:
-                    texts = list(dict.fromkeys(filter(None, example["answer_text"])))
-                    found = dict.fromkeys(entity_of.get(answer_key(text)) for text in texts)
-                    example |= {"answer_text": texts, "answers": [*filter(None, found)]}
-                examples.append(example)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            raise UserError(f"{path}: record {n}: {e!r}; is this a file of {name}?") from e
+                if not is_question:
+                    examples.append(claim_of(record, name))
+                    continue
+                example = QUESTION_TASKS[name](record)
+                texts = list(dict.fromkeys(filter(None, example["answer_text"])))
+                if not texts:
+                    raise ValueError("no answer; give a file with answers (the official test files "
+                                     "have none)")
+                keys = [answer_key(text) for text in texts]
+                n_bracket += any(key in by_bracket for key in keys)
+                answers = dict.fromkeys(entity_of[key] for key in keys if key in entity_of)
+                examples.append({**example, "answer_text": texts, "answers": [*answers]})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{path}: record {n}: {error}; is this a labelled file of {name}?"
+                            ) from error
     if not examples:
         raise UserError(f"{', '.join(map(str, paths))}: no record in it")
     n_answered = sum(bool(e.get("label") or e.get("answers")) for e in examples)
     print(f"{len(examples):,} examples, {n_answered:,} with a label or an answer that is an entity")
+    if n_bracket:
+        print(f"{n_bracket:,} examples have an answer that matches a title only without its bracket"
+              ', as "Colima" matches "Colima (volcano)"')
     write_lines(out, examples)
 
 # ---------------------------------------------------------------- command line
 
 def check(path, preset="toy"):
-    """count what a corpus holds, or list its first ten errors"""
+    """count what a corpus contains, or list its first ten errors"""
     errors = []
     for _ in read_corpus(path, errors):         # to the end: errors are found on the way
         pass
@@ -1511,14 +1671,14 @@ def check(path, preset="toy"):
         print("Nothing can be trained on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
         print("Nothing can be evaluated: no held-out passage names an entity that another passage "
-              'names too; mark more texts with "split": "held_out".')
-    print("Some mentions in brackets, and what they are linked to:")
+              'also names; mark more texts with "split": "held_out".')
+    print("Some mentions in brackets, and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
 
 def toy(out, seed=0):
-    """write corpus.jsonl and examples of a made-up world"""
+    """write the corpus and the examples of a made-up world"""
     os.makedirs(out, exist_ok=True)
     if os.listdir(out):
         raise UserError(f"{out}: is not empty; give a new folder")
@@ -1527,32 +1687,36 @@ def toy(out, seed=0):
         write_lines(Path(out, name + ".jsonl"), records)
 
 def at_least(least):
-    """An argparse type: a whole number of at least that."""
+    """An argparse type: a whole number that is `least` or more."""
     def number(text):
         if not text.isdecimal() or not least <= int(text) < 2 ** 63:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
         return int(text)
     return number
 
-def main() -> int:
-    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description="Corpora and examples: make, check, convert.")
+def arguments_of(arguments) -> dict:
+    """The command line: "run" is the function, the other arguments have its parameters' names."""
+    parser = argparse.ArgumentParser(description="Make, check and convert corpora and examples.")
     commands, add = parser.add_subparsers(required=True), {}
     for run in (toy, check, wiki, kilt, task):
         command = commands.add_parser(run.__name__, help=run.__doc__.partition("\n")[0])
         command.set_defaults(run=run)
-        add[run] = command.add_argument         # the arguments have the names of run's
+        add[run] = command.add_argument
         if run is not check:
-            add[run]("--out", required=True)
+            add[run]("--out", required=True, help="folder" if run is toy else "file to write")
         if run in (check, wiki, kilt):
             add[run]("path", metavar="FILE")
     add[toy]("--seed", type=at_least(0), default=0)
     add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
-    add[wiki]("--workers", type=at_least(1), default=1, help="processes")
+    add[wiki]("--workers", type=at_least(1), default=1, help="number of processes")
     add[task]("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
     add[task]("paths", nargs="+", metavar="FILE")
-    add[task]("--corpus", help="of questions: its entities are the answers")
-    options = vars(parser.parse_args())
+    add[task]("--corpus", help="for questions: the corpus whose entities are the answers")
+    return vars(parser.parse_args(arguments))
+
+def main(arguments=None) -> int:
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
+    options = arguments_of(arguments)
     print_any_text()
     read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
     try:
@@ -1561,7 +1725,12 @@ def main() -> int:
         if read.intersection(map(os.path.realpath, written)):
             raise UserError(f"--out {out} would replace a file to be read; give another name")
         options.pop("run")(**options)
+        sys.stdout.flush()
         return 0
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:              # or Python writes the rest at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return complain("data.py", "the program that reads this output has ended (broken pipe)")
     except (UserError, OSError, ImportError, MemoryError) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:

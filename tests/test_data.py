@@ -79,24 +79,28 @@ BAD_LINES = {
     "{": "not JSON", '{"title": "a"} {}': "not JSON", "7": "not a JSON object", "null": "not a JSON",
     "[1]": "not a JSON object; write one a line", "<html>": "write one object a line",
     '{"a":' * 100_000: "not JSON", "[" * 100_000: "not JSON",
-    '{"text": "a", "mentions": []}': "title: missing or not str",
-    '{"title": 3, "text": "a", "mentions": []}': "title: missing or not str",
-    '{"title": "a", "mentions": []}': "text: missing or not str",
-    '{"title": "a", "text": null, "mentions": []}': "text: missing or not str",
-    '{"title": "a", "text": "b", "mentions": {}}': "mentions: not list",
+    '{"text": "a", "mentions": []}': "title: must be a string, but is missing (the record has text, mentions)",
+    '{"title": 3, "text": "a", "mentions": []}': "title: must be a string, not 3",
+    '{"title": "a", "mentions": []}': "text: must be a string, but is missing",
+    '{"title": "a", "text": null, "mentions": []}': "text: must be a string, not None",
+    '{"title": "a", "text": "b", "mentions": {}}': "mentions: must be a list, not {}",
     '{"title": "a", "text": "b", "mentions": [1]}': "mentions[0]: not a JSON object",
     '{"title": "a", "text": "\\ud800", "mentions": []}': "surrogate",
-    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': "split: not train or held_out",
+    '{"title": "a", "text": "b", "mentions": [], "split": "dev"}': "split: must be 'train' or 'held_out' or null, not 'dev'",
+    '{"title": "a", "text": "b", "mention": []}': "mentions: must be a list, but is missing (the record has title, text, mention)",
+    '{"title": "a", "text": "b"}': "mentions: must be a list, but is missing",
 }
 BAD_MENTIONS = {
-    '"end": 1, "entity": "x"': ".start: missing or not int", '"start": 0, "entity": "x"': ".end: missing or not int",
-    '"start": true, "end": 1, "entity": "x"': ".start: missing or not int",
-    '"start": 0.0, "end": 1, "entity": "x"': ".start: missing or not int",
-    '"start": -1, "end": 1, "entity": "x"': "not 0 <= start < end <= 4",
-    '"start": 0, "end": 5, "entity": "x"': "not 0 <= start < end <= 4",
-    '"start": 2, "end": 2, "entity": "x"': "not 0 <= start < end <= 4",
-    '"start": 2, "end": 1, "entity": "x"': "not 0 <= start < end <= 4",
-    '"start": 0, "end": 1, "entity": 5': ".entity: not str",
+    '"end": 1, "entity": "x"': ".start: must be a whole number, but is missing", '"start": 0, "entity": "x"': ".end: must be a whole number",
+    '"start": true, "end": 1, "entity": "x"': ".start: must be a whole number, not True",
+    '"start": 0.0, "end": 1, "entity": "x"': ".start: must be a whole number, not 0.0",
+    '"start": -1, "end": 1, "entity": "x"': "start -1 and end 1 must be 0 <= start < end <= 4",
+    '"start": 0, "end": 5, "entity": "x"': "start 0 and end 5 must be 0 <= start < end <= 4",
+    '"start": 2, "end": 2, "entity": "x"': "start 2 and end 2 must be 0 <= start < end <= 4",
+    '"start": 2, "end": 1, "entity": "x"': "start 2 and end 1 must be 0 <= start < end <= 4",
+    '"start": 0, "end": 1, "entity": 5': ".entity: must be a string or null, not 5",
+    '"start": 0, "end": 1, "entity": ""': ".entity: missing or empty", '"start": 0, "end": 1, "entity": " "': ".entity: missing or empty",
+    '"start": 0, "end": 1, "entitty": "x"': ".entity: missing or empty",
 }
 BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: what
               for mention, what in BAD_MENTIONS.items()}
@@ -386,12 +390,23 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
     assert data.train_tokenizer(["x" * 300_000, "Rome"], 500).get_vocab().keys() >= {"rome"}       # in no time
 
 
-def test_the_same_texts_give_the_same_vocabulary_also_where_words_do_not_fit():
-    """The trainer numbers what it merges in another order each time."""
-    rng = np.random.default_rng(0)
-    texts = ["".join(rng.choice(list("abcdefghij"), 7)) for _ in range(3000)]
-    first, *others = (data.train_tokenizer(texts, 500).get_vocab() for _ in range(3))
-    assert len(first) <= 500 and list(others) == [first, first]
+SCRIPTS = {"greek": (0x3b1, 24), "russian": (0x430, 32), "arabic": (0x627, 30), "hindi": (0x905, 50),
+           "chinese": (0x4e00, 900), "korean": (0xac00, 700), "latin": (0x61, 20)}
+TRAIN = """
+import json, sys, numpy, data
+start, n = json.loads(sys.argv[1])
+rng = numpy.random.default_rng(0)
+texts = ["".join(map(chr, start + rng.integers(0, n, 7))) + "\u00b7" for _ in range(3000)]
+print(json.dumps(sorted(data.train_tokenizer(texts, 500).get_vocab().items())))"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_process_makes_the_same_vocabulary_of_the_same_texts(script):
+    """The trainer itself numbers what it merges in another order each time."""
+    made = [subprocess.run([sys.executable, "-c", TRAIN, json.dumps(SCRIPTS[script])], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, check=True).stdout for _ in range(3)]
+    assert made[0] == made[1] == made[2] and len(json.loads(made[0])) <= 500
+
 
 def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
     vocab = [PAD, "[unused0]", "[unused1]", "[unused2]", UNK, CLS, SEP, MASK, "rome", "##s"]
@@ -449,11 +464,11 @@ def test_a_mention_covers_the_words_it_touches_and_needs_one():
     assert dropped == {"without a token": 1}
 
 
-def naive_keep(spans, passage_length, max_length):
-    """{reason: how many}, and which are left: of token ranges by their start, the longest first, each that fits a
-    passage and shares no token with one that is left."""
+def naive_keep(spans, linked, passage_length, max_length):
+    """{reason: how many}, and which are left. Of token ranges, the linked ones first, then by start, then the longest
+    first, each is left that fits a passage and shares no token with one that is left."""
     dropped, left = Counter(), []
-    for i in sorted(range(len(spans)), key=lambda i: (spans[i][0], -spans[i][1])):
+    for i in sorted(range(len(spans)), key=lambda i: (not linked[i], spans[i][0], -spans[i][1])):
         a, b = spans[i]
         if b - a > passage_length or b - a + 4 > max_length:
             dropped["longer than a passage"] += 1
@@ -461,7 +476,7 @@ def naive_keep(spans, passage_length, max_length):
             dropped["shares a token with another mention"] += 1
         else:
             left.append(i)
-    return dropped, left
+    return dropped, sorted(left, key=lambda i: spans[i])
 
 
 def naive_cut(n, spans, passage_length, max_length):
@@ -484,9 +499,10 @@ def test_passages_are_cut_as_a_naive_loop_cuts_them():
         at = np.cumsum([0] + [len(f"w{i}") + 1 for i in range(n)])
         firsts = rng.integers(0, n, rng.integers(0, 10)).tolist()
         spans = [(a, min(a + int(rng.integers(1, 11)), n)) for a in firsts]
-        mentions = [Mention(int(at[a]), int(at[b]) - 1, "x") for a, b in spans]
+        linked = rng.random(len(spans)) < .6
+        mentions = [Mention(int(at[a]), int(at[b]) - 1, "x" if known else None) for (a, b), known in zip(spans, linked)]
         texts, pieces, dropped = pieces_of(text, mentions, 8, 20)
-        expected, left = naive_keep(spans, 8, 20)
+        expected, left = naive_keep(spans, linked, 8, 20)
         assert dropped == expected and [i for p in pieces for i in p.index] == left
         n_overlap += dropped["shares a token with another mention"]
         n_long += dropped["longer than a passage"]
@@ -500,6 +516,15 @@ def test_passages_are_cut_as_a_naive_loop_cuts_them():
         cuts = naive_cut(n, [spans[i] for i in left], 8, 20)
         assert [len(w) for w in words] == [b - a for a, b in cuts]
     assert n_overlap > 200 and n_long > 50
+
+
+def test_a_linked_mention_is_kept_rather_than_an_unlinked_one_around_it():
+    outer, inner, after = Mention(0, 5, None), Mention(2, 3, "B"), Mention(4, 9, None)
+    texts, pieces, dropped = pieces_of("a b c d e", [outer, inner, after])
+    assert texts == [f"[CLS] a {E_START} b {E_END} {E_START} c d e {E_END} [SEP]"] and pieces[0].index == [1, 2]
+    assert dropped == {"shares a token with another mention": 1}
+    texts, pieces, _ = pieces_of("a b c d e", [outer._replace(entity="A"), inner])
+    assert pieces[0].index == [0]                               # both linked: the outer one
 
 
 def test_what_is_left_out_is_counted_with_its_reason():
@@ -549,7 +574,7 @@ def test_the_corpus_on_disk_holds_what_a_plain_loop_over_the_file_finds(tmp_path
         spans = [(m["start"], m["end"]) for m in r["mentions"]]         # no mention is longer than a passage
         n_read += len(spans)
         expected.update((r["title"], r["text"][slice(*spans[i])], r["mentions"][i]["entity"] or "")
-                        for i in naive_keep(spans, 999, 999)[1])
+                        for i in naive_keep(spans, [m["entity"] for m in r["mentions"]], 999, 999)[1])
     assert mentions == expected
     assert corpus.meta["dropped"] == {"shares a token with another mention": n_read - expected.total()}
     assert [(title, text) for title, text, _ in words] == [(r["title"], r["text"]) for r in records]
@@ -895,6 +920,34 @@ def test_names_are_found_in_scripts_without_spaces():
     text = "彼は東京タワーと京都へ行った。OpenAIの東京支社"
     found = data.find_mentions(text, data.name_index(["東京", "東京タワー", "京都", "OpenAI"]))
     assert [text[m.start:m.end] for m in found] == ["東京タワー", "京都", "OpenAI", "東京"]
+
+
+@pytest.mark.parametrize("written, name", [
+    ("O’Brien", "O'Brien"), ("O'Brien", "O’Brien"), ("Oʼbrien", "O‘Brien"), ("jean‑paul", "Jean-Paul"), ("Jean–Paul", "Jean‐Paul"),
+    ("Hawaiʻi", "Hawai'i"), ("“Heroes”", '"Heroes"'), ("Karo\u00advia", "Karovia"), ("Port_Ellin", "Port Ellin")])
+def test_typographic_signs_are_the_plain_ones_in_names(written, name):
+    text = f"Who is {written}, then?"
+    assert data.find_mentions(text, data.name_index([name])) == [(7, 7 + len(written), name)]
+
+
+@pytest.mark.parametrize("text", ["the cat sat. on a mat, " * 50_000, "東京タワー" * 200_000, "cat " + "x" * 900_000,
+                                  " " * 800_000 + "a cat", "กขค" * 200_000, "cat\x01 " * 200_000, "ca\u0301t" * 9 + " cat" * 90_000])
+def test_a_long_example_is_cut_before_it_is_tokenised_without_changing_its_passage(text):
+    tokenizer = data.train_tokenizer(["the cat sat. on a mat, 東京タワー"], 500)
+    at = text.find("cat")
+    mentions = [Mention(0, 40, None), Mention(max(at, 0), max(at, 0) + 3, "C"), Mention(30, len(text), "D"), Mention(len(text) - 3, len(text), "E")]
+    special, whole = data.special_ids(tokenizer), tokenizer.encode(text, add_special_tokens=False)
+    for room in (16, 64):
+        expected = data.encode_text(whole, mentions, room, room, special, Counter())[0]
+        assert next(data.example_passages([data.Example(text, mentions, None, [], {})], "claims", tokenizer, room)) == expected
+
+
+def test_an_example_of_ten_megabytes_takes_no_minutes():
+    tokenizer = data.train_tokenizer(["the cat sat."], 500)
+    for text in ("the cat sat. " * 800_000, "x" * 10_000_000, "東" * 10_000_000):
+        start = time.process_time()
+        [passage] = data.example_passages([data.Example(text, [], None, ["x"], {})], "qa", tokenizer, 512)
+        assert time.process_time() - start < 10 and len(passage.tokens) <= 512
 
 
 def test_mentions_behind_max_length_are_counted():
