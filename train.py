@@ -88,8 +88,7 @@ class Settings:
     # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
     # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
-    own_values: float = setting(0.0, (0, 1), "fraction of these steps, the last ones, in which "
-                                "each mention is given its own value")
+    own_values: int = setting(0, (0, 1), "1: in these steps give each mention its own value")
     fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
     fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
@@ -221,8 +220,7 @@ class BatchTOMEStage:
         model, memory = self.model, "batch"
         is_first_part = step < self.fit_step
         if is_first_part:
-            is_practice = step >= self.fit_step * (1 - self.run.settings.own_values)
-            memory = "own" if is_practice else None
+            memory = "own" if self.run.settings.own_values else None
         H0, alone, H, _ = model(batch, memory)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
         outputs = [H0, alone] if is_first_part else [H]
@@ -949,7 +947,7 @@ PRESETS = {
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.55, own_values=0.5, fit_passages=768, lower_lr_scale=0.1,
+        init_std=0.05, memory_from=0.55, own_values=1, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
             "batch-tome": Schedule(1550, 2e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64),

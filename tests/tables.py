@@ -10,7 +10,6 @@ not trained again: train.py sees to that. A table is printed, and left in OUT/TA
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -57,34 +56,32 @@ def command(script, *args):
 
 # ------------------------------------------------------------------------------------------ runs
 
-# Flags of train.py; the run whose BATCH-TOME and memory this one begins with. The baselines' rates
-# are the best by dev (tests/README.md), those of fine-tuning, the presets', too.
+# Flags of train.py; the run whose BATCH-TOME and memory this one starts from (--from). The learning
+# rates of the baselines are the best by dev (tests/README.md). TOME-2 is in TOME-1's folder.
 RUNS = {
-    "no-memory": ("--set memory=none --lr 6e-3", None),
-    "entities-as-experts": ("--set memory=entities --lr 6e-3", None),
+    "no-memory": ("--memory none --lr 6e-3", None),
+    "entities-as-experts": ("--memory entities --lr 6e-3", None),
     "tome-1": ("", None),
-    "tome-2": ("--blocks 2", "tome-1"),
-    "no-coreference": ("--set coref_weight=0", None),
-    "no-entity-prediction": ("--set entity_weight=0", "tome-1"),
-    "mlm-alone": ("--set coref_weight=0 --set entity_weight=0", "no-coreference"),
-    "from-warm-up": ("--start {out}/no-memory-{seed}/tome.pt", "tome-1"),
+    "no-coreference": ("--coref-weight 0", None),
+    "labelled-fit": ("--fit-by-entity 1", None),
+    "no-entity-prediction": ("--entity-weight 0", "tome-1"),
+    "linking": ("--linking-weight 0.3", "tome-1"),
+    "mlm-alone": ("--entity-weight 0", "no-coreference"),
+    "from-warm-up": ("--start {out}/no-memory-{seed}/tome-1.pt", "tome-1"),
     "from-scratch": ("--start scratch", "tome-1"),
     "all-entities": ("--corpus {out}/world-{seed}/corpus.jsonl", None)}
+
+def blocks(name):
+    return ["--blocks", "2"] if name == "tome-2" else []
 
 @once
 def evaluate(folder, *args):
     return json.loads(command("eval.py", "--json", "--out", folder, *args))
 
-def train(folder, *args, base=None, without=()):
-    """train.py; what was finished is not done again. base: begin with the files of that run."""
-    folder = Path(folder)
-    if base and not folder.exists():
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(base, part, ignore=shutil.ignore_patterns(*without))
-        part.rename(folder)
+def train(folder, *args):
+    """train.py; what was finished is not done again."""
     command("train.py", "--quiet", "--out", folder, *args)
-    return folder
+    return Path(folder)
 
 @once
 def world(out, seed):
@@ -100,22 +97,24 @@ def world(out, seed):
 
 @once
 def pretrained(out, name, seed):
-    """The folder of a run when stage tome is done."""
+    """The folder of a run when stage tome is finished."""
     world(out, seed)                            # of all-entities
+    if name == "tome-2":
+        return train(pretrained(out, "tome-1", seed), "--stage", "tome", *blocks(name))
     flags, base = RUNS[name]
     if name == "from-warm-up":
         pretrained(out, "no-memory", seed)
-    base = base and pretrained(out, base, seed)
+    start = ["--from", pretrained(out, base, seed)] if base else ["--seed", seed]
     flags = [flag.format(out=out, seed=seed) for flag in flags.split()]
-    return train(out / f"{name}-{seed}", "--stage", "tome", "--seed", seed, *flags, base=base,
-                 without=("run.json", "tome.pt", "log.jsonl"))
+    return train(out / f"{name}-{seed}", "--stage", "tome", *start, *flags)
 
 @once
 def finetuned(out, name, seed, task, hops):
     """The folder of a run fine-tuned on examples about one fact, or about one and two."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
-    return train(f"{base}-{task}-{hops}", "--stage", "finetune", "--task", task, "--examples",
-                 world(out, seed) / f"{examples}.train.jsonl", base=base)
+    return train(out / f"{name}-{seed}-{task}-{hops}", "--stage", "finetune", "--task", task,
+                 "--from", base, *blocks(name), "--examples",
+                 world(out, seed) / f"{examples}.train.jsonl")
 
 # ---------------------------------------------------------------------------------------- tables
 # A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
@@ -123,8 +122,8 @@ def finetuned(out, name, seed, task, hops):
 
 def figure(out, name, seeds, task, hops, kind, key, *flags):
     """One figure of a fine-tuned run: a list of its values, one for each seed."""
-    cells = [evaluate(finetuned(out, name, seed, task, hops), "--task", task, *flags)[task][hops]
-             for seed in seeds]
+    cells = [evaluate(finetuned(out, name, seed, task, hops), "--task", task, *blocks(name),
+                      *flags)[task][hops] for seed in seeds]
     return [cell[kind][key] for cell in cells if key in cell[kind]]
 
 def masked(out, name, kind):
@@ -190,7 +189,8 @@ def retrieved(out, seeds):
 
     @once
     def states(name, hops):
-        loaded = training.open_run(finetuned(out, name, 0, "claims", hops), "claims")
+        loaded = training.open_run(finetuned(out, name, 0, "claims", hops), "claims",
+                                   blocks=2 if name == "tome-2" else 1)
         tests = training.toy_file(loaded[0], "claims", hops, "test")
         return deciding(*loaded, training.task_examples(loaded[0], "claims", tests))
 
@@ -198,8 +198,8 @@ def retrieved(out, seeds):
         return [states(name, hops)[fact]] if fact in states(name, hops) else ""
 
     rows = [["attention on the same entity", "visible", "masked", "paper", ""]]
-    for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome", 41),
-                               ("tome-1", "batch-tome", ""), ("tome-1", "tome", "")):
+    for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome-1", 41),
+                               ("tome-1", "batch-tome", ""), ("tome-1", "tome-1", "")):
         masses = [(mass, name, stage, key) for key in ("mass_visible", "mass_masked")]
         rows.append([f"{name}, end of {stage}", *masses, paper])
     rows.append(["best memory states the fact (test claims)", "layer 1: first fact", "second",
@@ -345,7 +345,7 @@ def names(out, seeds):
     def asked():
         where, _ = second_names(out)
         return train(out / "second-names-qa", "--stage", "finetune", "--task", "qa", "--examples",
-                     where / "mixed.train.jsonl", base=folder())
+                     where / "mixed.train.jsonl", "--from", folder())
 
     def answers(name, kind):
         tests = second_names(out)[0] / f"{name}.{'test' if kind == 'seen' else kind}.jsonl"
@@ -373,6 +373,10 @@ TABLES = {
         ("tome-1", "tome-1", 70.5, 50.8),
         ("without coreference loss", "no-coreference", 68.4, 42.5),
         ("without entity prediction", "no-entity-prediction", 70.7, 49.4)]),
+    "labels": partial(ablation, [], [
+        ("MLM alone", "mlm-alone"), ("+ coreference", "no-entity-prediction"),
+        ("+ entity prediction: the preset", "tome-1"), ("the labelled fit", "labelled-fit"),
+        ("linking", "linking")]),
     "initialisation": partial(ablation, [], [           # app. B.6
         ("from BATCH-TOME", "tome-1"), ("from scratch", "from-scratch"),
         ("from the warm-up Transformer", "from-warm-up")]),
@@ -419,7 +423,7 @@ def main(argv=None):
     except (data.UserError, OSError) as error:
         return data.complain("tables.py", error)
     except KeyboardInterrupt:
-        print("tables.py: stopped; the same command goes on from there", file=sys.stderr)
+        print("tables.py: stopped; the same command continues from there", file=sys.stderr)
         return 130
 
 if __name__ == "__main__":

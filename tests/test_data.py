@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import zlib
 import time
 import tracemalloc
 from collections import Counter, defaultdict
@@ -270,24 +271,42 @@ def test_appended_text_follows_what_was_there_and_is_held_out(tmp_path):
     first, more = random_texts(7, 30), random_texts(8, 20)
     old, tokenizer = build(tmp_path, first, name="old")
     both, path = write(tmp_path / "both.jsonl", first + more), write(tmp_path / "more.jsonl", more)
-    new = data.Corpus.build(path, tmp_path / "new", tokenizer, 16, 64, {"made": "here"}, old)
-    third = data.Corpus.build(both, tmp_path / "third", tokenizer, 16, 64, None, new)       # all of it is there
+    new = data.Corpus.build(path, tmp_path / "new", tokenizer, 16, 64, old=old, made="here")
     whole = data.Corpus.build(both, tmp_path / "whole", tokenizer, 16, 64)
     for name in data.Corpus.ARRAYS.keys() - {"held_out"}:
         assert (getattr(new, name) == getattr(whole, name)).all(), name
     assert (new.titles, new.entity_names) == (whole.titles, whole.entity_names)
     n = len(old.article)
-    assert n < len(new.article) == len(third.article) and (new.text == third.text).all()
-    assert third.meta["counts"]["texts_already_there"] == len(first + more)
-    other = [more[0] | {"text": more[0]["text"] + "!"}, more[0] | {"title": "Elsewhere"}]   # neither of these
-    fourth = data.Corpus.build(write(tmp_path / "o.jsonl", other), tmp_path / "fourth", tokenizer, 16, 64, None, new)
-    assert "texts_already_there" not in fourth.meta["counts"] and fourth.meta["counts"]["texts"] == len(first + more) + 2
+    assert n < len(new.article) and not new.replaced.any()
     assert (new.held_out[:n] == old.held_out).all() and new.held_out[n:].all()
-    assert new.meta["recipe"] == {"made": "here"} and old.meta["recipe"] is None
+    assert new.meta["made"] == "here"
     known = len(old.entity_names)
     assert (new.entity_count[:known] == old.entity_count).all() and not new.entity_count[known:].any()
     for key in ("texts", "mentions", "linked", "tokens", "articles", "entities"):
         assert new.meta["counts"][key] == whole.meta["counts"][key], key
+
+
+def test_replacing_marks_all_old_passages_of_the_same_titles_and_nothing_else(tmp_path):
+    first = random_texts(7, 30)
+    old, tokenizer = build(tmp_path, first, name="old")
+    path = write(tmp_path / "more.jsonl", [first[3] | {"text": first[3]["text"] + "!"}, first[5] | {"title": "Elsewhere"}])
+    new = data.Corpus.build(path, tmp_path / "new", tokenizer, 16, 64, old=old, replace=True)
+    titles = [new.titles[article] for article in new.article]
+    expected = [i < len(old.article) and title == first[3]["title"] for i, title in enumerate(titles)]
+    assert new.replaced.tolist() == expected and any(expected)
+
+
+def test_passages_that_name_an_unseen_entity_are_held_out(tmp_path):
+    records = random_texts(7, 60)
+    _, tokenizer = build(tmp_path, records, name="plain")
+    path = write(tmp_path / "c.jsonl", records)
+    corpus = data.Corpus.build(path, tmp_path / "c", tokenizer, 16, 64, unseen=0.3)
+    unseen = {name for name in corpus.entity_names if name and zlib.crc32(name.encode()) < 0.3 * 2 ** 32}
+    assert unseen and unseen < set(corpus.entity_names)
+    for p in range(len(corpus.article)):
+        if {corpus.entity_names[e] for e in corpus.passage_entities(p)} & unseen:
+            assert corpus.held_out[p]
+    assert not corpus.entity_count[[corpus.entity_index[name] for name in unseen]].any()
 
 
 def test_a_build_that_is_killed_leaves_no_folder_and_the_next_one_is_whole(tmp_path, monkeypatch):

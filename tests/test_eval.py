@@ -24,7 +24,12 @@ import eval as evaluation
 import train
 import tables
 from memory import Retrieved
-from test_train import TINY, weights
+from test_train import weights
+
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 1, "cluster": 16, "log_every": 4,
+        "save_every": 2, "eval_mentions": 20,
+        "schedule": {name: train.Schedule(4, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
+
 
 EVIL = "<script>alert('x')</script> & Co"
 NAMES = ["Alma Verran", "Boris Holt", "Clara Marek", "Dario Quist", "Edith Sorel", "Felix Varga", "Greta Dahl",
@@ -665,7 +670,7 @@ def program(run, *flags):
     """eval.py as a program of its own, with the settings of these tests."""
     root = Path(evaluation.__file__).parent
     code = (f"import runpy, sys; sys.path[:0] = [{str(root)!r}, {str(root / 'tests')!r}]; "
-            "import train; from test_train import TINY; "
+            "import train; from test_eval import TINY; "
             "train.PRESETS['toy'] = {**TINY, 'n_initial': 2}; "
             f"sys.argv = ['eval.py', '--blocks', '2', '--out', {str(run)!r}, *{flags}]; "
             f"runpy.run_path({str(root / 'eval.py')!r}, run_name='__main__')")
