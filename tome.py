@@ -57,11 +57,11 @@ class TOME(nn.Module):
         self.entities = EntityTable(config) if config.n_entities else None  # in the baselines
         self.apply(lambda module: init_weights(module, config.init_std))
 
-    def read_initial(self, tokens, attention_mask):
+    def forward_initial(self, tokens, attention_mask):
         """tokens, attention_mask (B, T) -> H0 (B, T, hidden), eq. 4."""
         return self.initial(self.embeddings(tokens), attention_mask)
 
-    def read_blocks(self, H, attention_mask, mentions=None, memory=None):
+    def forward_blocks(self, H, attention_mask, mentions=None, memory=None):
         """H0 -> H_L (B, T, hidden), and a list of each block's Retrieved, or None (eq. 5).
         mentions: a Batch, or anything with row, start, end, passage (M,)."""
         retrieved = []
@@ -71,9 +71,9 @@ class TOME(nn.Module):
         return H, retrieved
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
-        """tokens (B, T) -> as read_blocks. Without a memory it is a plain Transformer."""
-        H0 = self.read_initial(tokens, attention_mask)
-        return self.read_blocks(H0, attention_mask, mentions, memory)
+        """tokens (B, T) -> as forward_blocks. Without a memory it is a plain Transformer."""
+        H0 = self.forward_initial(tokens, attention_mask)
+        return self.forward_blocks(H0, attention_mask, mentions, memory)
 
     def mlm_logits(self, H, is_target):
         """Logits (L, vocab) of the masked tokens, where is_target (B, T) is true."""
@@ -106,8 +106,8 @@ class BatchTOME(nn.Module):
         the pass without a memory (as in the public code; the paper does not say); a passage never
         attends to its own. "own": each mention is given its own value. None: no memory."""
         tome, mask = self.tome, batch.attention_mask
-        H0 = tome.read_initial(batch.tokens, mask)
-        alone, _ = tome.read_blocks(H0, mask)
+        H0 = tome.forward_initial(batch.tokens, mask)
+        alone, _ = tome.forward_blocks(H0, mask)
         if memory is None:
             return H0, alone, alone, None
         if memory == "own":
@@ -119,7 +119,7 @@ class BatchTOME(nn.Module):
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
             attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
                                    batch.entity[is_kept], batch.passage[is_kept])
-        return H0, alone, *tome.read_blocks(H0, mask, batch, attended)
+        return H0, alone, *tome.forward_blocks(H0, mask, batch, attended)
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each is this process's part of a mean over all processes: the sum over its own items, divided by
@@ -236,8 +236,8 @@ def linked_spans(model, batches):
     each, of H0 and H in the masked text and of H in the unmasked text. Then their entities (m,)."""
     rows = []
     for batch in batches:
-        H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
-        H, _ = model.tome.read_blocks(H0, batch.attention_mask)
+        H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
+        H, _ = model.tome.forward_blocks(H0, batch.attention_mask)
         whole, _ = model.tome(batch.unmasked, batch.attention_mask)
         linked = batch.entity > 0
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
