@@ -706,7 +706,7 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     batch.is_target[[0, 1], [3, 8]] = True
     optimizer = train.optimizer_for(SimpleNamespace(settings=settings, init=None), model, "batch-tome")
     before = [p.detach().clone() for p in model.parameters()]
-    H, _ = model.train()(batch)
+    _, _, H, _ = model.train()(batch)
     z = model.coref(H, batch.row, batch.start, batch.end)
     loss = ((1 - settings.coref_weight) * mlm_loss(tome.mlm_logits(H, batch.is_target), torch.tensor([2000, 3000]))
             + settings.coref_weight * coreference_loss(z, batch.entity, batch.passage))
