@@ -4,11 +4,12 @@
     SpanEncodingLayer(H, row, start, end) = W [H_start; H_end]                    (M, dim)     eq. 1
     MLMHead(H at the masked positions)                                            (L, vocab)
 
-A batch has B passages, padded to the length T of the longest, and L masked tokens. Its M mentions
-are flat arrays row, start, end, each (M,), so mentions need no padding. The layers are post-LN, as
-in BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end, d_K, d_V and d_C for
+A batch contains B passages, padded to the length T of the longest, and L masked tokens. The arrays
+row, start and end give the position of its M mentions, (M,) each. The layers are post-LN, as in
+BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end, and d_K, d_V and d_C for
 key_dim, value_dim and coref_dim."""
 import json
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,14 +20,13 @@ import torch.nn.functional as F
 from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
-    """A dataclass field that is also a flag of train.py. allowed: (minimum, maximum), or the words
-    that it may be; text: its help; since: the first stage whose result depends on it."""
+    """A dataclass field that is also a flag of train.py. allowed: the words, or (minimum, maximum);
+    text: its help; since: the first stage whose result depends on it."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
 class Config:
-    """The model's sizes and variants. The defaults are the paper's, where it gives them (§4.1, app.
-    A, C.1.4)."""
+    """Sizes and variants of the model. The defaults are the paper's (§4.1, app. A, C.1.4)."""
     vocab_size: int = 30522
     hidden: int = setting(768, (1, 10_000), "width of the Transformer")
     n_heads: int = setting(12, (1, 1000), "attention heads")
@@ -35,28 +35,28 @@ class Config:
     dropout: float = setting(0.1, (0, 0.9), "dropout rate")
     gelu: str = setting("tanh", ("tanh", "none"), "approximation of GELU; none: exact")
     init_std: float = setting(0.02, (0, 1), "standard deviation of initial weights")
-    # TOME-1 has one TOMEBlock of n_upper layers, TOME-2 two of half as many (n_blocks). A single
-    # layer (preset toy) cannot be halved: TOME-2 then has two per block (tome.split_into_blocks).
+    # TOME-1 has one TOMEBlock with n_upper layers; TOME-2 has two with half as many each.
     n_initial: int = setting(4, (1, 100), "Transformer layers below the first memory layer")
     n_upper: int = setting(8, (1, 100), "Transformer layers above the first memory layer")
     n_blocks: int = 1
     key_dim: int = setting(128, (1, 10_000), "size of keys and queries, d_K")
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
+    # The shard: each process searches its own part of the memory, and returns at most k_shard.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
-    k_shard: int = setting(2, (1, 10**6), "memories that each process offers for them", "tome")
+    k_shard: int = setting(2, (1, 10**6), "maximum from each process", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
-    k_answer_shard: int = setting(32, (1, 10**6), "memories that each process offers for them",
-                                  "tome")
-    memory: str = setting("mentions", ("mentions", "entities", "none"), "mentions: TOME; the "
-                          "baselines are entities (Entities as Experts) and none")
+    k_answer_shard: int = setting(32, (1, 10**6), "maximum from each process", "tome")
+    memory: str = setting("mentions", ("mentions", "entities", "none"),
+                          "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of the baselines' EntityTable
-    precision: str = setting("bfloat16", ("bfloat16", "float32"), "of matrix products, on devices "
-                             "that are fast at it")
+    precision: str = setting("bfloat16", ("bfloat16", "float32"),
+                             "type of matrix products; float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
-        """The number of Transformer layers in each TOMEBlock."""
+        """Transformer layers in a TOMEBlock. A single layer cannot be halved: TOME-2 then has two
+        in each block (tome.split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):
@@ -74,7 +74,7 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(x))                                         # (B, T, hidden)
 
 class SelfAttention(nn.Module):
-    """Each token attends to the tokens of its own passage. x (n, hidden) -> (n, hidden)."""
+    """Each token attends to the tokens of its own passage."""
     def __init__(self, config):
         super().__init__()
         self.n_heads, self.dropout = config.n_heads, config.dropout
@@ -82,19 +82,22 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, packing):
-        qkv = packing.unpack(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).flatten(1, 2)  # each (B * heads, T, hidden / heads)
-        # -inf at padding, added to scores. F.scaled_dot_product_attention is slower on a CPU.
-        is_token = packing.attention_mask                                       # (B, T)
-        bias = q.new_zeros(is_token.shape).masked_fill(~is_token, -torch.inf)
+        """x (n, hidden) -> (n, hidden)."""
+        qkv = packing.unpack(self.qkv(x))                                       # (B, T, 3 hidden)
+        return self.out(packing.pack(self.attend(qkv, packing.attention_mask)))
+
+    def attend(self, qkv, attention_mask):
+        """Softmax(q k^T / sqrt(d)) v for each head. qkv (B, T, 3 hidden) -> (B, T, hidden)."""
+        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        # q, k, v (B * heads, T, d). On a CPU, F.scaled_dot_product_attention is slower.
+        bias = q.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
         bias = bias.repeat_interleave(self.n_heads, 0)[:, None]                 # (B * heads, 1, T)
         scores = torch.baddbmm(bias, q, k.mT, alpha=q.shape[-1] ** -0.5)        # (B * heads, T, T)
         y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
-        y = y.unflatten(0, (-1, self.n_heads)).transpose(1, 2).flatten(2)       # (B, T, hidden)
-        return self.out(packing.pack(y))                                        # (n, hidden)
+        return y.unflatten(0, (-1, self.n_heads)).transpose(1, 2).flatten(2)
 
 class TransformerLayer(nn.Module):
-    """One layer of BERT. x (n, hidden) -> (n, hidden), n tokens of a batch (see Packing)."""
+    """One layer of BERT. x (n, hidden) -> (n, hidden), for the n tokens of a batch."""
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -123,20 +126,15 @@ class TransformerBlock(nn.Module):
         return packing.unpack(x)
 
 class Packing:
-    """Leaves padding out of the computation: (B, T, C) <-> (n, C), n rows for B * T positions.
+    """Leaves padding out of the computation: (B, T, C) <-> (n, C).
 
-    Layers compute one row per token; only attention needs to know the row's passage. Without
-    padding, pack would be x.flatten(0, 1) and unpack its inverse. Packing saves a quarter of a step
-    on short passages. Some padding is kept to make n a multiple of N_ROWS: otherwise nearly every
-    batch has a new n, and oneDNN compiles matrix products for it."""
-    N_ROWS = 128
-
+    Only attention needs to know the passage of a token, so the other layers work on n rows, one per
+    token. They could also compute the padding, with pack(x) = x.flatten(0, 1), but more slowly.
+    Some padding is kept to make n a multiple of 128, since oneDNN compiles code for each new n."""
     def __init__(self, attention_mask):
-        is_token = attention_mask.flatten()                                     # (B * T,)
-        tokens, padding = is_token.nonzero()[:, 0], (~is_token).nonzero()[:, 0]
-        n_missing = -len(tokens) % self.N_ROWS          # how many rows a multiple of N_ROWS lacks
-        self.attention_mask, self.tokens = attention_mask, tokens
-        self.rows = torch.cat([tokens, padding[:n_missing]])            # (n,) positions in B * T
+        self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
+        tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
+        self.rows = tokens_first[:128 * math.ceil(self.n_tokens / 128)]         # (n,) of B * T
 
     def pack(self, x):
         """The rows to compute: x (B, T, C) -> (n, C)."""
@@ -145,12 +143,12 @@ class Packing:
     def unpack(self, x):
         """The tokens' rows at their positions: x (n, C) -> (B, T, C), zero at padding."""
         flat = x.new_zeros(self.attention_mask.numel(), x.shape[-1])
-        flat = flat.index_copy(0, self.tokens, x[:len(self.tokens)])
+        flat = flat.index_copy(0, self.rows[:self.n_tokens], x[:self.n_tokens])
         return flat.unflatten(0, self.attention_mask.shape)
 
 class SpanEncodingLayer(nn.Module):
-    """Eq. 1: W [H_s; H_e], s and e the positions of [E_start] and [E_end]. H (B, T, hidden),
-    row, start, end (M,) -> (M, dim). The paper has no bias here, its public code has one."""
+    """Eq. 1: W [H_s; H_e], where s and e are the positions of [E_start] and [E_end].
+    H (B, T, hidden), row, start, end (M,) -> (M, dim). As in the public code there is a bias."""
     def __init__(self, hidden, dim):
         super().__init__()
         self.linear = nn.Linear(2 * hidden, dim)
@@ -169,38 +167,36 @@ class MLMHead(nn.Module):
         self.gelu = config.gelu
 
     def transform(self, h):
-        """The layer before the scores of words: h (L, hidden) -> (L, hidden)."""
+        """The layer below the output layer: h (L, hidden) -> (L, hidden)."""
         return self.norm(F.gelu(self.dense(h), approximate=self.gelu))
 
     def forward(self, h, word_embedding):
         return F.linear(self.transform(h), word_embedding, self.bias)
 
 def init_weights(module, std):
-    """Normal weights and zero biases, as in BERT but not truncated. For Module.apply."""
+    """Sets normal weights (not truncated, unlike BERT's) and zero biases. For Module.apply."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):
         nn.init.zeros_(module.bias)
 
 def precision_on(config, device):
-    """The type of matrix products: config.precision where the device is fast at bfloat16 (GPUs
-    since Ampere, processors with AVX512-BF16), otherwise "float32"."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()       # older PyTorch has none
-    is_fast = capabilities.get("avx512_bf16", False)
+    """config.precision on devices that are fast at bfloat16, otherwise "float32"."""
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return config.precision if is_fast else "float32"
 
 def low_precision(config, device):
-    """A context in which matrix products are computed in that type. Weights, losses and the scores
-    of memories (ann.dot) stay in float32."""
+    """A context for matrix products in that type. Weights, losses and the scores of memories stay
+    in float32."""
     return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 # ==== Set apart: published weights ================================================================
-# Weights come as the folder of a BERT or as a file of the paper's own code (JAX, flax). read_bert
-# and read_flax replace the published name of each layer or block with ours, and read_weights the
-# name of the module in it. They raise ValueError for what cannot be used, KeyError for what is
-# missing; tome.read_published turns both into one sentence.
+# Weights are published as the folder of a BERT, or as a file of the paper's own code (JAX, flax).
+# read_bert and read_flax translate the names of layers and blocks, read_weights the modules in
+# them. Weights that cannot be used raise ValueError, and missing ones KeyError.
 
 MODULES = [row.split() for row in """
 OURS                 BERT                                  PAPER
@@ -240,104 +236,108 @@ GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": 
         "gelu_pytorch_tanh": "tanh"}                                        # BERT's -> torch's
 
 def beside(path, name):
-    """The file `name` in the folder `path` or in one of the two folders above it; else None."""
+    """The file `name` in the folder `path` or in one of the two folders above it, or None."""
     path = Path(path).absolute()
     files = (folder / name for folder in (path, *path.parents[:2]))
     return next(filter(Path.is_file, files), None)
 
 def weights_files(path):
-    """The files that contain the weights: `path` itself, or one or several in a BERT's folder."""
-    for name in ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin",
-                 "pytorch_model-*-of-*.bin"):
-        files = sorted(Path(path).glob(name))
+    """The files that contain the weights: one or several in a BERT's folder, or `path` itself."""
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin",
+                    "pytorch_model-*-of-*.bin"):
+        files = sorted(Path(path).glob(pattern))
         if files:
             return files
     return [Path(path)]
 
-def check_start(file):
-    """Raises ValueError for what Git or a browser may have left in place of a file."""
-    with open(file, "rb") as stream:
-        start = stream.read(20)
-    if start == b"version https://git-":
-        raise ValueError(f"{file.name} is a Git LFS pointer, not the file itself; run git lfs pull")
-    if file.suffix == ".bin" and not start.startswith((b"PK", b"\x80\x02")):
-        raise ValueError(f"{file.name} is no PyTorch file, it begins with {start}")
-
 def read_weights(path, config):
     """(config, state): `config` with the sizes of these weights, and {our name: tensor}."""
     path = Path(path)
-    if path.is_dir() and path in weights_files(path):
+    files = weights_files(path)
+    if path.is_dir() and path in files:
         raise ValueError("it contains neither model.safetensors nor pytorch_model.bin")
-    if path.is_file() and path.suffix in (".safetensors", ".bin"):
+    if path.suffix in (".safetensors", ".bin"):
         raise ValueError("give the whole folder of a BERT, not one of its files")
-    for file in (*weights_files(path), *path.glob("*.json"), *path.glob("vocab.txt")):
-        check_start(file)
-    config, tensors = (read_bert if path.is_dir() else read_flax)(path, config)
+    for file in (*files, *path.glob("*.json"), *path.glob("vocab.txt")):
+        with open(file, "rb") as stream:
+            start = stream.read(20)
+        if start == b"version https://git-":
+            raise ValueError(f"{file.name} is a Git LFS pointer; run git lfs pull")
+        if file.suffix == ".bin" and not start.startswith((b"PK", b"\x80\x02")):
+            raise ValueError(f"{file.name} is not a PyTorch file; it begins with {start}")
+    config, places, tensors = (read_bert if path.is_dir() else read_flax)(path, config)
     state = {}
     for name, tensor in tensors.items():
+        for theirs, ours in places.items():
+            name = name.replace(theirs, ours)
         place, module, parameter = re.fullmatch(
             r"(.*layers\.\d+\.|.*memory_attention\.)?(?:(.*)\.)?(.*)", name).groups("")
         if module in OUR_MODULE:
             name = f"{place}{OUR_MODULE[module]}.{PARAMETER.get(parameter, parameter)}"
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
-                raise ValueError(f"{name} has other values than finite floating-point numbers")
+                raise ValueError(f"{name} contains a value that is not a finite number")
         state[name] = tensor.float()
+    merge_maps(state)
+    set_sizes(config, state)
+    return config, state
+
+def merge_maps(state):
+    """Replaces what is stored in several tensors and is one linear map here."""
     if torch.equal(state["embeddings.word.weight"], state.get("mlm.weight", torch.empty(0))):
-        del state["mlm.weight"]                     # a copy: the head is tied to the embeddings
-    # Here one matrix makes the queries, keys and values of self-attention.
+        del state["mlm.weight"]                     # the MLM head is tied to the word embeddings
     for query in [name for name in state if ".attention.query." in name]:
         parts = [state.pop(query.replace("query", part)) for part in ("query", "key", "value")]
         state[query.replace("query", "qkv")] = torch.cat(parts)
-    # Their query of eq. 10 is made by two linear maps, one after the other; ours is their product.
+    # The paper's code makes the query of eq. 10 with two linear maps; ours is their product.
     if "entity_query.linear.weight" in state:
         second = state["entity_query.linear.weight"]
         state["entity_query.linear.weight"] = second @ state.pop("coref.linear.weight")
         state["entity_query.linear.bias"] += second @ state.pop("coref.linear.bias")
-    layers = [name for name in state if ".layers." in name and name.endswith(".up.bias")]
-    n_upper = [sum(name.startswith(f"blocks.{i}.") for name in layers)
-               for i in range(config.n_blocks)]
-    if len(set(n_upper)) > 1:
-        raise ValueError(f"its two blocks have {n_upper[0]} and {n_upper[1]} layers, but only "
-                         "equal depths are supported")
-    config.n_initial, config.n_upper = len(layers) - sum(n_upper), sum(n_upper)
+
+def set_sizes(config, state):
+    """Sets the sizes in `config` to those of the weights."""
+    depths = [sum(name.startswith(block) and name.endswith(".up.bias") for name in state)
+              for block in ("initial.", "blocks.0.transformer.", "blocks.1.transformer.")]
+    if config.n_blocks == 2 and depths[1] != depths[2]:
+        raise ValueError(f"its two blocks have {depths[1]} and {depths[2]} layers, but only equal "
+                         "depths are supported")
+    config.n_initial, config.n_upper = depths[0], depths[1] * config.n_blocks
     config.vocab_size, config.hidden = state["embeddings.word.weight"].shape
     config.max_positions = len(state["embeddings.position.weight"])
     config.intermediate = len(state["initial.layers.0.up.bias"])
-    if "blocks.0.memory_attention.up.weight" in state:
+    if "blocks.0.memory_attention.up.weight" in state:              # in the paper's code d_C = d_V
         config.key_dim = len(state["blocks.0.memory_attention.query.linear.bias"])
-        # In the paper's code d_C = d_V.
         config.value_dim = config.coref_dim = state["blocks.0.memory_attention.up.weight"].shape[1]
     if config.hidden % config.n_heads:
         raise ValueError(f"{config.n_heads} heads do not divide a hidden size of {config.hidden}")
-    return config, state
 
 def read_bert(folder, config):
-    """(config, tensors) of a BERT. Its last n_upper layers go above the first memory layer (§4.1:
-    8 of 12)."""
-    bert = json.loads((folder / "config.json").read_bytes())        # UTF-8, whatever the locale
+    """(config, places, tensors) of a BERT. places: {their name of a layer: ours}. The last n_upper
+    layers go above the first memory layer (§4.1: 8 of 12)."""
+    bert = json.loads((folder / "config.json").read_bytes())        # UTF-8 in any locale
     for name, known in (("model_type", ["bert"]), ("position_embedding_type", ["absolute"]),
                         ("layer_norm_eps", [1e-12]), ("hidden_act", list(GELU))):
-        if bert.setdefault(name, known[0]) not in known:    # RoBERTa's positions begin elsewhere
+        if bert.setdefault(name, known[0]) not in known:
             raise ValueError(f"its {name} is {bert[name]}, not {' or '.join(map(str, known))}")
     config = replace(config, n_blocks=1, gelu=GELU[bert["hidden_act"]],
                      n_heads=int(bert["num_attention_heads"]))
     tensors = {}
     for file in weights_files(folder):
         tensors |= load_tensors(file)
-    # Wrappers put "module." or "_orig_mod." into names, and a model with heads "bert." before them.
+    # Wrappers add "module." or "_orig_mod.", and models with heads add "bert.".
     tensors = {re.sub(r"\b(_orig_mod|\w*module)\.", "", name).removeprefix("bert."): tensor
                for name, tensor in tensors.items() if not name.endswith("position_ids")}
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
-    places = [f"initial.layers.{i}." for i in range(n_layers - config.n_upper)]
-    if not places:
-        raise ValueError(f"of {n_layers} layers none is left below the {config.n_upper} of n_upper")
-    places += [f"blocks.0.transformer.layers.{i}." for i in range(config.n_upper)]
-    places = {f"encoder.layer.{i}.": place for i, place in enumerate(places)}
-    return config, {re.sub(r"encoder\.layer\.\d+\.", lambda found: places.get(found[0], found[0]),
-                           name): tensor for name, tensor in tensors.items()}
+    n_initial = n_layers - config.n_upper
+    if n_initial < 1:
+        raise ValueError(f"it has only {n_layers} layers for --n-upper {config.n_upper} and at "
+                         "least one below")
+    ours = [f"initial.layers.{i}." for i in range(n_initial)]
+    ours += [f"blocks.0.transformer.layers.{i}." for i in range(config.n_upper)]
+    return config, {f"encoder.layer.{i}.": place for i, place in enumerate(ours)}, tensors
 
 def load_tensors(file):
-    """{name: tensor} of a .safetensors file or a PyTorch file. No code in the file is run."""
+    """{name: tensor} of a .safetensors file or a PyTorch file. Runs no code from the file."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file         # optional: the error says if it is missing
         return load_file(file)
@@ -346,23 +346,24 @@ def load_tensors(file):
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:                    # much advice around a short reason
         found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a Python object, {found[1]}" if found else "something that is no tensor"
+        what = f"a Python object, {found[1]}" if found else "something that is not a tensor"
         raise ValueError(f"{file.name} contains {what}; only tensors are read") from error
     return {name: tensor.to_dense() for name, tensor in tensors.get("state_dict", tensors).items()
             if isinstance(tensor, torch.Tensor)}
 
 def check_tokenizer(folder, tokenizer):
-    """Raises ValueError if a BERT's own files say that it reads text differently from `tokenizer`,
+    """Raises ValueError if a BERT's own files describe another way to tokenise than `tokenizer`,
     which data.load_tokenizer made from its vocab.txt."""
     file, normalizer = folder / "tokenizer_config.json", tokenizer.normalizer
     says = json.loads(file.read_bytes()) if file.is_file() else {}
-    lower, strips = normalizer.lowercase, normalizer.lowercase and normalizer.strip_accents is None
-    for name, value in (("do_lower_case", lower), ("strip_accents", strips),
-                        ("tokenize_chinese_chars", True), ("do_basic_tokenize", True),
-                        ("word_tokenizer_type", "basic")):
+    ours = {"do_lower_case": normalizer.lowercase,
+            "strip_accents": normalizer.lowercase and normalizer.strip_accents is None,
+            "tokenize_chinese_chars": True, "do_basic_tokenize": True,
+            "word_tokenizer_type": "basic"}
+    for name, value in ours.items():
         if says.get(name) not in (None, value):
-            raise ValueError(f"{file.name} says that {name} is {says[name]}, but with the words of "
-                             f"its vocab.txt only {value} is supported")
+            raise ValueError(f"{file.name} says that {name} is {says[name]}, but vocab.txt needs "
+                             f"{value}")
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
@@ -370,25 +371,26 @@ def check_tokenizer(folder, tokenizer):
     theirs.no_padding()
     words = [word for word in tokenizer.get_vocab() if word.isalpha()]
     for word in words[::len(words) // 1000 + 1]:
-        # the word in capitals, with an accent, beside a full stop and a Chinese sign, and twice
+        # In capitals, with an accent, beside a full stop and a Chinese character, and doubled.
         for text in (word, word.upper(), f"{word[0]}\u0301{word[1:]}", f"{word}.\u4e2d{word}",
                      2 * word):
-            read, ours = (t.encode(text, add_special_tokens=False) for t in (theirs, tokenizer))
-            if read.ids != ours.ids:
-                raise ValueError(f"{file.name} reads {text} as {read.tokens}, but with the words "
-                                 f"of its vocab.txt only {ours.tokens} is supported")
+            expected, found = (t.encode(text, add_special_tokens=False)
+                               for t in (theirs, tokenizer))
+            if expected.ids != found.ids:
+                raise ValueError(f"{file.name} tokenises {text} as {expected.tokens}, but "
+                                 f"vocab.txt as {found.tokens}")
 
 def read_flax(file, config):
-    """(config, tensors) of a BATCH-TOME or TOME from a message pack: nested maps whose leaves are
-    [shape, type, bytes]; nothing else is decoded. A file `weights/step<N>` is the encoder's map.
-    `checkpoint_<N>` also contains heads and the state of an optimizer, which is not read."""
+    """(config, places, tensors) of a BATCH-TOME or TOME from a message pack: nested maps whose
+    leaves are [shape, type, bytes]. A file weights/step<N> contains the encoder; checkpoint_<N>
+    also contains heads and the state of an optimizer, which is ignored."""
     import msgpack                                      # optional: the error says if it is missing
     tree = msgpack.unpackb(file.read_bytes())
     tree = tree.get("params", {"encoder": tree})
     tree |= tree.pop("encoder")
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
-    # A TOME may still contain a third memory layer, keys and values of its BATCH-TOME. They keep
-    # their names here, so they are not used.
+    # A TOME may also contain the memory layer, keys and values of its BATCH-TOME. They keep their
+    # names here, so they are not used.
     if config.n_blocks == 1:
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")
@@ -407,7 +409,5 @@ def read_flax(file, config):
             tensor = tensor.flatten(0, 1)
         if name.endswith(".kernel"):                                # [in, out], [in, heads, size]
             tensor = tensor.flatten(1).T
-        for theirs, ours in PLACE.items():
-            name = name.replace(theirs, ours)
         tensors[name] = tensor.flatten() if name.endswith(".bias") else tensor
-    return config, tensors
+    return config, PLACE, tensors

@@ -4,14 +4,14 @@
     M  = MemoryAttention(H),   H' = TransformerBlock(M)          a TOMEBlock            eq. 2, 3
     Hl = TOMEBlock_l(Hl-1),    l = 1 ... L        TOME-1: L = 1, TOME-2: L = 2          eq. 5
 
-The Mention Encoder is the same Transformer without its memory layers. Two SpanEncodingLayers on top
+The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
 of it give keys and values (§2.1.1). BATCH-TOME trains this encoder with two forward passes over a
-batch: that of the Mention Encoder, and that of TOME over the mentions of the first pass (§2.3).
-TOME continues from BATCH-TOME's weights over the frozen memory of the whole corpus (§2, §2.3). A
-last retrieval predicts a mention's entity, or the answer to a question (eq. 10).
+batch: one of the Mention Encoder, and one of TOME over the mentions of the first (§2.3). TOME then
+continues from BATCH-TOME's weights over the frozen memory of the whole corpus. A last retrieval
+predicts the entity of a mention, or the answer to a question (eq. 10).
 
-In shapes: B passages of T tokens, M mentions of the whole batch (not the matrix M of eq. 2), K
-retrieved memories of each, L masked tokens (not the L of eq. 5). z is the paper's z_m, `scores`
+In shapes: B passages of T tokens, M mentions in the whole batch (not the matrix M of eq. 2), K
+memories retrieved for each, L masked tokens (not the L of eq. 5). z is the paper's z_m, `scores`
 are Query(m) · MemKey(i), `weights` are alpha."""
 import re
 from pathlib import Path
@@ -27,21 +27,21 @@ from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, b
 from memory import BatchMemory, EntityTable, MemoryAttention, OwnValues, attention_weights
 
 class TOMEBlock(nn.Module):
-    """Eq. 2 and 3. Without a memory, as in the Mention Encoder, only its TransformerBlock."""
+    """Eq. 2 and 3. Without a memory, as in the Mention Encoder, only the TransformerBlock."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
         self.transformer = TransformerBlock(config, n_layers)
 
     def forward(self, H, attention_mask, mentions, memory):
-        """H of block l - 1 -> H of block l, and Retrieved, or None where there is no memory."""
+        """H_l-1 (B, T, hidden) -> H_l, and Retrieved, or None without a memory."""
         found = None
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
         return self.transformer(H, attention_mask), found
 
 class TOME(nn.Module):
-    """Eq. 4 and 5, and the heads of its tasks."""
+    """Eq. 4 and 5, and the heads."""
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -50,20 +50,18 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        # Makes z_m of eq. 10 (BatchTOME.coref makes that of app. A.2). Set by fit_retrieval where
-        # that is run, and trained from stage tome on.
-        self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)
+        self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)    # z of eq. 10
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
         self.entities = EntityTable(config) if config.n_entities else None  # in the baselines
         self.apply(lambda module: init_weights(module, config.init_std))
 
-    def read_initial(self, tokens, attention_mask):
+    def forward_initial(self, tokens, attention_mask):
         """tokens, attention_mask (B, T) -> H0 (B, T, hidden), eq. 4."""
         return self.initial(self.embeddings(tokens), attention_mask)
 
-    def read_blocks(self, H, attention_mask, mentions=None, memory=None):
-        """H0 -> H_L (B, T, hidden), and a list of each block's Retrieved, or None (eq. 5).
-        mentions: a Batch, or anything with row, start, end, passage (M,)."""
+    def forward_blocks(self, H, attention_mask, mentions=None, memory=None):
+        """H0 -> H_L (B, T, hidden), and what each block retrieved (a list), eq. 5. mentions: a
+        Batch, or anything with row, start, end, passage (M,)."""
         retrieved = []
         for block in self.blocks:
             H, found = block(H, attention_mask, mentions, memory)
@@ -71,12 +69,12 @@ class TOME(nn.Module):
         return H, retrieved
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
-        """tokens (B, T) -> as read_blocks. Without a memory it is a plain Transformer."""
-        H0 = self.read_initial(tokens, attention_mask)
-        return self.read_blocks(H0, attention_mask, mentions, memory)
+        """forward_initial, then forward_blocks. Without a memory, a plain Transformer."""
+        H0 = self.forward_initial(tokens, attention_mask)
+        return self.forward_blocks(H0, attention_mask, mentions, memory)
 
     def mlm_logits(self, H, is_target):
-        """Logits (L, vocab) of the masked tokens, where is_target (B, T) is true."""
+        """Logits (L, vocab) of the masked tokens; is_target (B, T) is true there."""
         return self.mlm(H[is_target], self.embeddings.word.weight)
 
 class BatchTOME(nn.Module):
@@ -88,26 +86,25 @@ class BatchTOME(nn.Module):
         self.tome = tome
         self.key = SpanEncodingLayer(config.hidden, config.key_dim)
         self.value = SpanEncodingLayer(config.hidden, config.value_dim)
-        init_weights(self.key.linear, config.init_std)
-        init_weights(self.value.linear, config.init_std)
         self.coref = SpanEncodingLayer(config.hidden, config.coref_dim)             # z of app. A.2
-        init_weights(self.coref.linear, config.init_std)
+        for layer in (self.key, self.value, self.coref):
+            init_weights(layer.linear, config.init_std)
 
     def encode_mentions(self, tokens, attention_mask, row, start, end):
         """The Mention Encoder (§2.1.1): keys (M, d_K) and values (M, d_V) of the mentions at row,
-        start, end (M,). The text is not masked, and no memory is attended to."""
+        start, end (M,), from unmasked text."""
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
     def forward(self, batch, memory="batch"):
         """(H0, H without a memory, H with one), (B, T, hidden) each, and what was retrieved.
 
-        memory: "batch", the mentions of the batch that are not masked, with the keys and values of
-        the pass without a memory (as in the public code; the paper does not say); a passage never
-        attends to its own. "own": each mention is given its own value. None: no memory."""
+        memory: "batch", the unmasked mentions of the batch, encoded by the pass without a memory
+        (as in the public code; the paper does not say). A passage never attends to its own
+        mentions. "own": each mention gets its own value. None: no memory."""
         tome, mask = self.tome, batch.attention_mask
-        H0 = tome.read_initial(batch.tokens, mask)
-        alone, _ = tome.read_blocks(H0, mask)
+        H0 = tome.forward_initial(batch.tokens, mask)
+        alone, _ = tome.forward_blocks(H0, mask)
         if memory is None:
             return H0, alone, alone, None
         if memory == "own":
@@ -119,15 +116,15 @@ class BatchTOME(nn.Module):
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
             attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
                                    batch.entity[is_kept], batch.passage[is_kept])
-        return H0, alone, *tome.read_blocks(H0, mask, batch, attended)
+        return H0, alone, *tome.forward_blocks(H0, mask, batch, attended)
 
 # ---- Losses --------------------------------------------------------------------------------------
-# Each is this process's part of a mean over all processes: the sum over its own items, divided by
-# the number of items everywhere. The parts add up to the loss of one big batch, their gradients to
-# its gradient.
+# Each loss is this process's share of a mean over all processes: the sum over its own items,
+# divided by the number of items everywhere. The shares add up to the loss of one large batch, and
+# their gradients to its gradient.
 
 def share_of_mean(losses):
-    """losses (n,) of this process -> its part of the mean over all processes; 0 of no item."""
+    """losses (n,) of this process -> its share of the mean over all processes; 0 without items."""
     n = ann.sum_over_processes(losses.numel(), losses.device)
     return losses.sum() / n.clamp(min=1)
 
@@ -136,13 +133,13 @@ def mlm_loss(logits, target):
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: mentions of one entity should have similar z, mentions of different ones not.
+    """App. A.2: mentions of one entity should have similar z, mentions of different entities not.
 
-    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. A linked mention is compared
-    with the linked mentions in other passages, of all processes: its positives have its entity, its
-    negatives another one. The loss of a mention is the mean over its positives of the cross-entropy
-    of that positive against all negatives. The result is the mean over mentions with a positive.
-    (This is the appendix's text and the public code. Its formula sums inside the logarithm.)"""
+    z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Each linked mention is compared
+    with the linked mentions in other passages, of all processes. Those of its entity are positives,
+    all others negatives. Its loss is the mean over its positives of the cross-entropy of that
+    positive against all negatives; the result is the mean over mentions with a positive. (So say
+    the appendix's text and the public code; the appendix's formula sums inside the logarithm.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -154,24 +151,24 @@ def coreference_loss(z, entity, passage):
     mention, other = positive.nonzero(as_tuple=True)                            # (pairs,)
     # -log(e^p / (e^p + sum e^n)) = log(1 + e^(log sum e^n - p))
     losses = F.softplus(negatives[mention] - scores[mention, other])
-    n_positive = positive.sum(-1)
     total = torch.zeros_like(negatives).index_add(0, mention, losses)
+    n_positive = positive.sum(-1)
     mean = total / n_positive.clamp(min=1)
     return share_of_mean(mean[n_positive > 0])
 
 def entity_prediction_loss(scores, memory_entity, entity):
-    """-log EntProb(m, Ent(m)) of eq. 10, the mean over linked mentions that retrieved a memory of
-    their entity (§2.4). scores (M, K) z · MemKey (-inf: none), memory_entity (M, K), entity (M,)
-    0 = not linked -> scalar."""
+    """-log EntProb(m, Ent(m)) of eq. 10, averaged over the linked mentions that retrieved a memory
+    of their entity (§2.4). scores (M, K) z · MemKey (-inf: no memory), memory_entity (M, K),
+    entity (M,) 0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
-    counted = (entity > 0) & same.any(-1)           # without a memory of its entity: log 0
+    counted = (entity > 0) & same.any(-1)               # otherwise log 0
     scores, same = scores[counted], same[counted]
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
 
 def predict_entity(scores, memory_entity):
-    """The argmax of eq. 10, the entity with the largest sum of attention weights; 0 if nothing was
-    retrieved. scores, memory_entity (M, K) -> (M,)."""
+    """The entity with the largest sum of attention weights, eq. 10; 0 if nothing was retrieved.
+    scores, memory_entity (M, K) -> (M,)."""
     weights = attention_weights(scores)                                         # (M, K)
     entities, which = memory_entity.unique(return_inverse=True)                 # (n,), (M, K)
     sums = weights.new_zeros(len(weights), len(entities)).scatter_add(1, which, weights)
@@ -181,10 +178,10 @@ def predict_entity(scores, memory_entity):
 # ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
 def claim_logits(tome, H, batch):
-    """(B, 3), in the order of data.CLAIM_LABELS, from the mean of the [E_start] encodings of a
-    claim's mentions, where the memory's values were added (eq. 9). Each encoding first goes through
-    the MLM head's layer. The paper does not describe its head. The public code uses [CLS], with
-    which toy claims stayed at chance."""
+    """Logits (B, 3) in the order of data.CLAIM_LABELS, from the mean over a claim's mentions of
+    their [E_start] encodings, to which the memory's values were added (eq. 9), after the MLM head's
+    hidden layer. The paper does not describe its head; with [CLS], as in the public code, toy
+    claims stayed at chance."""
     B = len(batch.tokens)
     n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
     h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
@@ -192,22 +189,22 @@ def claim_logits(tome, H, batch):
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, asked):
-    """What the n mentions of the mask `asked` (M,) retrieve with z of eq. 10 as query: Retrieved of
-    (n, K), in which weights and value are not set."""
+    """What the n mentions in the mask `asked` (M,) retrieve with z of eq. 10 as their query:
+    Retrieved, (n, K), without weights and value."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# The model learns to use the memory only once retrieval finds something useful (app. B.6). In
-# presets toy and mini, BATCH-TOME is therefore first trained without the memory, until [E_start]
-# and [E_end] encode their mention. Then fit_retrieval makes queries find keys of their entity, and
-# the memory is switched on. In preset base, with the paper's million steps, it is always on.
+# The model learns to use the memory only if retrieval finds something useful (app. B.6). Presets
+# toy and mini therefore train BATCH-TOME without the memory until [E_start] and [E_end] encode
+# their mention. Then fit_retrieval makes queries find keys of their entity, and the memory is switched
+# on. Preset base, with the paper's million steps, always uses the memory.
 
 @torch.no_grad()
 def start_positions(model):
-    """Position embeddings start as sinusoids (Vaswani et al. 2017), scaled like the other
-    embeddings, and are then trained. From random ones the toy model starts to learn later."""
+    """Sets position embeddings to sinusoids (Vaswani et al. 2017), scaled like the other embeddings
+    and trained later. With random ones the toy model starts to learn later."""
     position = model.tome.embeddings.position.weight                    # (positions, hidden)
     n, hidden = position.shape
     angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
@@ -217,11 +214,10 @@ def start_positions(model):
 @torch.no_grad()
 def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
-    half of the mentions are masked. Random layers find nothing: [H_s; H_e] is similar for all
-    mentions. A mention's query, made from the masked text, learns to look for the key of the same
-    mention in the unmasked text, without any label. by_entity: for the mean key of its entity,
-    which takes labels. self_score bounds a key's mean score with itself; at 20 the softmax prefers
-    that key among thousands."""
+    half of the mentions are masked. (Random layers find nothing, since [H_s; H_e] is similar for
+    all mentions.) The query of a mention in the masked text learns to find the key of the same
+    mention in the unmasked text, or, by_entity, the mean key of its entity, which needs labels.
+    self_score bounds the mean score of a key with itself; 20 is enough among thousands of keys."""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -232,12 +228,12 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
         fit_linear(span_layer.linear, spans, target, self_score)
 
 def linked_spans(model, batches):
-    """[H_s; H_e] of the m linked mentions, from which queries, z and keys are made: (m, 2 hidden)
-    each, of H0 and H in the masked text and of H in the unmasked text. Then their entities (m,)."""
+    """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each: of H0 and H in the masked text, from
+    which queries and z are made, and of H in the unmasked text, for keys. And entities (m,)."""
     rows = []
     for batch in batches:
-        H0 = model.tome.read_initial(batch.tokens, batch.attention_mask)
-        H, _ = model.tome.read_blocks(H0, batch.attention_mask)
+        H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
+        H, _ = model.tome.forward_blocks(H0, batch.attention_mask)
         whole, _ = model.tome(batch.unmasked, batch.attention_mask)
         linked = batch.entity > 0
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
@@ -246,13 +242,13 @@ def linked_spans(model, batches):
     return map(torch.cat, zip(*rows))
 
 def fit_keys(layer, X, self_score):
-    """Makes keys the first n <= d_K principal components of X (m, 2 hidden), whitened: each has
-    variance self_score / n, a weak one less. Returns the keys of X (m, d_K)."""
+    """Sets keys to the first n <= d_K principal components of X (m, 2 hidden), whitened to a
+    variance of self_score / n. Returns the keys of X (m, d_K)."""
     mean = X.mean(0)
     covariance = (X - mean).T @ (X - mean) / len(X)
     variance, direction = torch.linalg.eigh(covariance)                         # rising
     n = min(len(layer.weight), len(variance))
-    # The added term keeps directions of almost no variance from being scaled up.
+    # The added term keeps directions with almost no variance from being scaled up.
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
     W = torch.zeros_like(layer.weight, dtype=torch.double)                      # (d_K, 2 hidden)
     W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
@@ -261,14 +257,14 @@ def fit_keys(layer, X, self_score):
     return (X - mean) @ W.T
 
 def mean_of_group(x, group):
-    """x (m, d) -> for each row the mean of the rows with the same number in group (m,): (m, d)."""
+    """x (m, d), group (m,) -> (m, d): for each row the mean of all rows in its group."""
     _, which, count = group.unique(return_inverse=True, return_counts=True)
     total = x.new_zeros(len(count), x.shape[1]).index_add(0, which, x)
     return (total / count[:, None])[which]
 
 def fit_linear(layer, X, target, score):
-    """Ridge regression from X (m, 2 hidden) to `target` (m, d_K), whose mean is 0. Then W is
-    scaled so that the mean dot product of its output and `target` is `score`."""
+    """Sets `layer` by ridge regression from X (m, 2 hidden) to `target` (m, d_K), whose mean is 0,
+    scaled so that the mean dot product of output and target is `score`."""
     mean = X.mean(0)
     X = X - mean
     gram = X.T @ X
@@ -279,33 +275,33 @@ def fit_linear(layer, X, target, score):
     layer.bias.copy_(-W @ mean)
 
 def split_into_blocks(state, config):
-    """TOME's initial weights from those of BATCH-TOME's Transformer (a state dictionary).
+    """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
-    BATCH-TOME has one memory layer; trained with two, it never used the second. Each block of TOME
-    gets a copy of it and an equal share of the Transformer layers above it, in their order. If
-    there is only one such layer, each of two blocks gets a copy and an idle layer above it."""
+    BATCH-TOME has one memory layer, since it never used a second one. Each block of TOME gets a
+    copy of it and an equal share of the Transformer layers above it, in order. If there is only one
+    such layer, each of two blocks gets a copy of it, and an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
-    for block in range(config.n_blocks):
-        for name, tensor in part_of(state, "blocks.0.memory_attention.").items():
-            weights[f"blocks.{block}.memory_attention.{name}"] = tensor
+    memory_attention = part_of(state, "blocks.0.memory_attention.")
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]
     if len(layers) < config.n_blocks:
         layers = config.n_blocks * [layers[0], idle_layer(layers[0])]
     for i, layer in enumerate(layers):
         block, place = divmod(i, config.layers_per_block)
+        for name, tensor in memory_attention.items():
+            weights[f"blocks.{block}.memory_attention.{name}"] = tensor
         for name, tensor in layer.items():
             weights[f"blocks.{block}.transformer.layers.{place}.{name}"] = tensor
     return weights
 
 def idle_layer(layer):
-    """A layer that only normalises its input again: its maps to the output are zero. The maps
-    inside are copies, since with zeros there it also would learn nothing."""
+    """A layer that only normalises its input again, because its output maps are zero. Its inner
+    maps are copies: with zeros there it would never learn."""
     return {name: tensor if name.startswith(("attention.qkv.", "up."))
             else torch.full_like(tensor, 1.0 if name.endswith("norm.weight") else 0.0)
             for name, tensor in layer.items()}
 
 def part_of(state, prefix):
-    """The entries of a state dictionary below a prefix, named without it."""
+    """The entries of a state dictionary below a prefix, without the prefix."""
     return {name.removeprefix(prefix): tensor
             for name, tensor in state.items() if name.startswith(prefix)}
 
@@ -314,9 +310,9 @@ def part_of(state, prefix):
 def read_published(path, config):
     """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
 
-    config: `config` with the sizes of the published model, in one block if it is a BERT. state: a
-    state dictionary of parts of BatchTOME. lacks: the parts of BatchTOME that are not published.
-    unused: the published parts and tensors that BatchTOME does not have. Raises UserError."""
+    config: `config` with the published sizes (a BERT has one block). state: weights for BatchTOME.
+    lacks: the parts of BatchTOME for which there are none. unused: published parts and tensors that
+    BatchTOME does not have. Raises UserError."""
     with data.intact(path, "cannot be read as a BERT or as weights of the paper's own code",
                      "give another file"):
         try:
@@ -325,7 +321,7 @@ def read_published(path, config):
                 model = BatchTOME(TOME(config))
             names = {name.removeprefix("tome."): name for name in model.state_dict()}
             ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
-            # A part may be missing as a whole, but not some of its tensors.
+            # A whole part may be missing, but not some of its tensors.
             state = {names[name]: found[name] for name in names if part_name(name) in theirs}
             model.load_state_dict(state, strict=False, assign=True)     # refuses another shape
         except KeyError as error:

@@ -323,8 +323,8 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given.wanted = torch.where(is_given, batch.entity, 0)
         self.given.others_search = not is_first_part
         with torch.set_grad_enabled(not is_first_part):
-            H0 = model.read_initial(batch.tokens, batch.attention_mask)
-        H, _ = model.read_blocks(H0, batch.attention_mask, batch, self.given)
+            H0 = model.forward_initial(batch.tokens, batch.attention_mask)
+        H, _ = model.forward_blocks(H0, batch.attention_mask, batch, self.given)
         if is_first_part:
             logits = model.mlm_logits(H, batch.is_target)
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}

@@ -195,11 +195,11 @@ def batch_tome_step(model, batch):
     """The batch memory is made of the masked text, as the public code makes it: the lower layers read once."""
     tome, mask, spans = model.tome, batch.attention_mask, (batch.row, batch.start, batch.end)
     with low_precision(model.config, batch.tokens.device):
-        H0 = tome.read_initial(batch.tokens, mask)
-        H, _ = tome.read_blocks(H0, mask)
+        H0 = tome.forward_initial(batch.tokens, mask)
+        H, _ = tome.forward_blocks(H0, mask)
         keys, values = model.key(H, *spans), model.value(H, *spans)
         table = memory.BatchMemory(keys, values, batch.entity, batch.passage)
-        H, _ = tome.read_blocks(H0, mask, batch, table)
+        H, _ = tome.forward_blocks(H0, mask, batch, table)
         loss = (0.85 * mlm_loss(tome.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
                 + 0.15 * coreference_loss(model.coref(H, *spans), batch.entity, batch.passage))
     model.zero_grad()

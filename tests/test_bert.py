@@ -416,12 +416,12 @@ DIFFER = {
     "strips": (ACCENTS, says(strip_accents=True), "says that strip_accents is True, but"),
     "signs": ([], says(tokenize_chinese_chars=False), "says that tokenize_chinese_chars is False, but"),
     "Japanese": ([], says(word_tokenizer_type="mecab"), "says that word_tokenizer_type is mecab, but"),
-    "fast, cased": ([], lambda folder: fast(folder, lowercase=False), "tokenizer.json reads"),
-    "fast, uncased": (CASED, lambda folder: fast(folder, words=[*VOCAB, *CASED]), "tokenizer.json reads"),
-    "fast, keeps": ([], lambda folder: fast(folder, strip_accents=False), "tokenizer.json reads"),
-    "fast, signs": ([], lambda folder: fast(folder, handle_chinese_chars=False), "tokenizer.json reads"),
-    "fast, spaces": ([], lambda folder: fast(folder, spaces), "tokenizer.json reads"),
-    "fast, other words": ([], lambda folder: fast(folder, words=[*VOCAB[:7], *VOCAB[:6:-1]]), "tokenizer.json reads"),
+    "fast, cased": ([], lambda folder: fast(folder, lowercase=False), "tokenizer.json tokenises"),
+    "fast, uncased": (CASED, lambda folder: fast(folder, words=[*VOCAB, *CASED]), "tokenizer.json tokenises"),
+    "fast, keeps": ([], lambda folder: fast(folder, strip_accents=False), "tokenizer.json tokenises"),
+    "fast, signs": ([], lambda folder: fast(folder, handle_chinese_chars=False), "tokenizer.json tokenises"),
+    "fast, spaces": ([], lambda folder: fast(folder, spaces), "tokenizer.json tokenises"),
+    "fast, other words": ([], lambda folder: fast(folder, words=[*VOCAB[:7], *VOCAB[:6:-1]]), "tokenizer.json tokenises"),
     "fast, no JSON": ([], write("tokenizer.json", b"{"), "cannot be read as a BERT")}
 
 
@@ -465,8 +465,9 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     config = replace(read_published(folder, config)[0], n_blocks=n_blocks)
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
-    saved = train.NEW_RUN | {"preset": "mini", "init": str(folder), "published": {"trained": False}}
-    run = train.Run(tmp_path, saved)
+    init, sizes = train.describe_published(str(folder), Config(n_upper=2))
+    saved = train.new_saved("mini", 0)
+    run = train.Run(tmp_path, saved | {"init": init, "settings": saved["settings"] | sizes})
     run.config, run.batch_tome_config, run.corpus, run.tokenizer = config, replace(config, n_blocks=1), corpus, tokenizer
     tome = train.new_batch_tome(run, run.seed).tome
     tokens, mask = padded_passages()
@@ -476,8 +477,8 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
 
 
 def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_once(tmp_path, monkeypatch):
-    """Four steps, memory_from .5, stopped and taken up again after the third: the memory is attended from the third on, and
-    only just before it are query and key layers set."""
+    """Four steps with memory_from .5, interrupted and resumed after the third. The memory is used from the third step on,
+    and the query and key layers are set just before it."""
     write_bert(tmp_path / "bert", random_bert())
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
                                                "save_every": 1, "eval_mentions": 4})
@@ -488,13 +489,13 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
         asked.append(1)
         return coref(*args)
 
-    def watched_fit(model, batches):
+    def watched_fit(model, *rest):
         keys = model.key.linear.weight.clone()
-        fit(model, batches)
+        fit(model, *rest)
         fitted.append((len(asked), not torch.equal(keys, model.key.linear.weight)))
 
     def stop_after_the_third(values, file):
-        if values["step"] == 4:
+        if json.loads(values["about"])["step"] == 4:
             raise KeyboardInterrupt
         save(values, file)
 
@@ -515,8 +516,7 @@ def test_a_corpus_cannot_be_made_again_without_the_vocabulary_of_its_bert(tmp_pa
                "--out", str(tmp_path / "run"), "--steps", "1", "--batch", "8"]
     assert train.main(command) == 0
     (tmp_path / "bert").rename(tmp_path / "moved")
-    folder, = (tmp_path / "run").glob("corpus-????????")
-    shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "run" / "corpus")
     capsys.readouterr()
     assert train.main([*command[:4], *command[6:]]) == 1
     error = capsys.readouterr().err
@@ -541,7 +541,7 @@ DAMAGES = {
     "a number of heads that is no number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
     "heads that do not divide": (change(num_attention_heads=5), "5 heads do not divide a hidden size of 12"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
-                       "of 2 layers none is left below the 2 of n_upper"),
+                       "it has only 2 layers for --n-upper 2 and at least one below"),
     "a wrong shape": (other_tensors(lambda w: w.update({"encoder.layer.0.output.dense.bias": torch.zeros(3)})),
                       "size mismatch for tome.initial.layers.0.down.bias"),
     "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
@@ -557,14 +557,14 @@ DAMAGES = {
                            "it has no 'embeddings.word.weight'"),
     "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "it has no 'mlm.bias'"),
     "whole numbers": (other_tensors(lambda w: w.update({"encoder.layer.1.output.dense.weight": torch.ones(12, 20).char()})),
-                      "down.weight has other values than finite floating-point numbers"),
+                      "down.weight contains a value that is not a finite number"),
     "numbers that are none": (other_tensors(lambda w: w["embeddings.word_embeddings.weight"].fill_(math.nan)),
-                              "embeddings.word.weight has other values than finite"),
+                              "embeddings.word.weight contains a value that is not a finite"),
     "a sparse tensor beyond its shape": (other_tensors(lambda w: w.update({"embeddings.word_embeddings.weight":
         torch.sparse_coo_tensor([[0], [10 ** 9]], [1.0], (len(VOCAB), 12), check_invariants=False)})), "cannot be read as a BERT"),
-    "a .bin that is none": (only_bin(b"not a checkpoint"), "pytorch_model.bin is no PyTorch file, it begins with b'not a check"),
-    "a .bin that is a page": (only_bin(b"<!DOCTYPE html>"), "pytorch_model.bin is no PyTorch file, it begins with b'<!DOCTYPE html>'"),
-    "an empty .bin": (only_bin(b""), "pytorch_model.bin is no PyTorch file, it begins with b''"),
+    "a .bin that is none": (only_bin(b"not a checkpoint"), "pytorch_model.bin is not a PyTorch file; it begins with b'not a check"),
+    "a .bin that is a page": (only_bin(b"<!DOCTYPE html>"), "pytorch_model.bin is not a PyTorch file; it begins with b'<!DOCTYPE html>'"),
+    "an empty .bin": (only_bin(b""), "pytorch_model.bin is not a PyTorch file; it begins with b''"),
     "a truncated .bin": (only_bin(half_a_bin), "cannot be read as a BERT"),
     "a .bin of a list": (only_bin(lambda folder: torch.save([1], folder / "x") or (folder / "x").read_bytes()),
                          "cannot be read as a BERT"),
@@ -572,8 +572,8 @@ DAMAGES = {
     "a malicious zipped .bin": (only_bin(zipped_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
     "a whole model in a .bin": (only_bin(whole_model), "contains a Python object, torch.nn.modules.linear.Linear; only tensors"),
     "one file missing of two": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
-                                "it has no '|of 2 layers none is left|of 1 layers none is left"),
-    **{f"a pointer of Git LFS, {name}": (write(name, LFS), f"{name} is a Git LFS pointer, not the file itself; run git lfs pull")
+                                "it has no '|it has only [12] layers for --n-upper 2"),
+    **{f"a pointer of Git LFS, {name}": (write(name, LFS), f"{name} is a Git LFS pointer; run git lfs pull")
        for name in ("pytorch_model.bin", "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
 }
 
@@ -609,16 +609,16 @@ def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks, capsys):
     bert, out = write_bert(tmp_path / "bert", random_bert(mlm=False)), tmp_path / "run"
-    command = ["--stage", "batch-tome", "--preset", "mini", "--blocks", str(blocks), "--init", str(bert), "--corpus",
+    command = ["--stage", "batch-tome", "--preset", "mini", "--init", str(bert), "--corpus",
                str(write_corpus(tmp_path / "corpus.jsonl")), "--out", str(out), "--steps", "2", "--device", "cpu"]
     assert train.main(command) == 0
-    assert "has no weights of blocks.0.memory_attention, mlm" in capsys.readouterr().out
+    assert "has no weights for blocks.0.memory_attention, mlm" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
     assert model["tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
-    tokenizer = data.load_tokenizer(next(out.glob("corpus-*")) / "vocab.txt")
+    tokenizer = data.load_tokenizer(out / "corpus" / "vocab.txt")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
-    (bert / "config.json").unlink()             # once that stage is done the folder is not needed any more
-    run = train.read_run(out).open()
+    (bert / "config.json").unlink()             # once the stage is finished the folder is not needed
+    run = train.read_run(out, blocks).open()
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
 
@@ -632,17 +632,17 @@ def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, cap
 
 def test_a_dimension_that_the_bert_decides_cannot_be_set(tmp_path, capsys):
     bert, corpus = write_bert(tmp_path / "bert", random_bert()), write_corpus(tmp_path / "corpus.jsonl")
-    command = ["--stage", "memory", "--init", str(bert), "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--set"]
-    assert train.main([*command, "hidden=24"]) == 1
+    command = ["--stage", "memory", "--init", str(bert), "--corpus", str(corpus), "--out", str(tmp_path / "run")]
+    assert train.main([*command, "--hidden", "24"]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--set hidden: it is 12 in what --init names" in error
+    assert error.count("\n") == 1 and "--hidden" in error and "12" in error
     assert not (tmp_path / "run").exists()
-    run = train.settle(train.parse_arguments([*command, "clip=2"]))
+    run, _ = train.settle(train.parse_arguments([*command, "--clip", "2"]))
     (tmp_path / "run").mkdir()
     data.write_json(tmp_path / "run" / "run.json", run.saved)
-    later = ["--stage", "tome", "--out", str(tmp_path / "run"), "--set", "k=7"]         # no BERT has a k
-    run = train.settle(train.parse_arguments(later))
-    assert (run.config.k, run.config.hidden, run.settings.clip) == (7, 12, 2)
+    later = ["--stage", "tome", "--out", str(tmp_path / "run")]
+    run, _ = train.settle(train.parse_arguments(later))
+    assert (run.config.hidden, run.settings.clip) == (12, 2)
 
 
 SENTENCES = ["The Eiffel Tower stands in Paris.", "Yes.", "Marie Curie, born in Warsaw, shared the 1903 Nobel Prize in "
@@ -679,7 +679,8 @@ def n_parameters(*modules):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_blocks", [1, 2])
 def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks):
-    settings, config = train.settings_of(train.NEW_RUN | {"preset": "base", "blocks": n_blocks})
+    run = train.Run("run", train.new_saved("base", 0), n_blocks)
+    settings, config = run.settings, run.config
     model = BatchTOME(TOME(config))
     tome, encoder = model.tome, model
     assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]
@@ -705,7 +706,7 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
     batch.is_target[[0, 1], [3, 8]] = True
     optimizer = train.optimizer_for(SimpleNamespace(settings=settings, init=None), model, "batch-tome")
     before = [p.detach().clone() for p in model.parameters()]
-    H, _ = model.train()(batch)
+    _, _, H, _ = model.train()(batch)
     z = model.coref(H, batch.row, batch.start, batch.end)
     loss = ((1 - settings.coref_weight) * mlm_loss(tome.mlm_logits(H, batch.is_target), torch.tensor([2000, 3000]))
             + settings.coref_weight * coreference_loss(z, batch.entity, batch.passage))
@@ -719,8 +720,8 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
                                               (None, "qa", .25), (None, "claims", .25)])
 def test_what_lies_below_the_memory_learns_slower_where_it_comes_trained(init, kind, lower):
     model = TOME(Config(vocab_size=50, hidden=12, n_heads=3, intermediate=20, n_initial=2, n_upper=2))
-    run = SimpleNamespace(settings=train.Settings(lower_rate=.25), init=init)
-    rate_of = {id(p): group["rate"] for group in train.optimizer_for(run, model, kind).param_groups for p in group["params"]}
+    run = SimpleNamespace(settings=train.Settings(lower_lr_scale=.25), init=init)
+    scale_of = {id(p): group["scale"] for group in train.optimizer_for(run, model, kind).param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         is_lower = name.startswith(("embeddings.", "initial."))
-        assert rate_of[id(parameter)] == (lower if is_lower else 1), name
+        assert scale_of[id(parameter)] == (lower if is_lower else 1), name

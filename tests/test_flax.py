@@ -206,6 +206,7 @@ def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(fi
     keys, values = model.encode_mentions(batch.tokens, mask, *spans)
     close("BATCH-TOME", keys, z["allow/memory_keys"][targets])
     close("BATCH-TOME", values, z["allow/memory_values"][targets])
+    batch.is_target[:] = False          # their batch memory also contains masked mentions
     for case, memory in (("allow", AnyPassage), ("disallow_fixed", BatchMemory)):
         monkeypatch.setattr("tome.BatchMemory", memory)
         _, _, H, (found,) = model(batch)
@@ -418,9 +419,8 @@ def write_init(folder, n_upper=2):
     (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
     return str(folder / "btome"), state
 
-SMALL = [word for setting in ("passage_length=16", "max_length=20", "eval_mentions=4", "k_answer=8",
-                              "cluster=8", "save_every=1", "log_every=1")
-         for word in ("--set", setting)]
+SMALL = ("--passage-length 16 --max-length 20 --eval-mentions 4 --k-answer 8 --cluster 8 "
+         "--save-every 1 --log-every 1").split()
 
 def run(*words):
     assert train.main([*words, "--device", "cpu"]) == 0
@@ -434,34 +434,35 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     (tmp_path / "tome").write_bytes(pack(exported(tome, config) | left_over))
     out, corpus = tmp_path / "run", write_corpus(tmp_path / "corpus.jsonl")
     run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
-        str(out), "--blocks", str(blocks), *SMALL)
+        str(out), *SMALL)
     said = capsys.readouterr().out
-    assert "has no weights of mlm, entity_query, claim: made fresh" in said
+    assert "has no weights for mlm, entity_query, claim; these start at random" in said
     assert "taken as trained" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
-    assert saved["recipe"]["steps"] == saved["step"] == 0
+    assert saved["plan"].steps == 0 and saved["about"]["finished"]
     assert all(torch.equal(saved["model"][name], state[name]) for name in state)
-    memory = next(out.glob("memory-*"))
-    assert data.read_json(memory / "meta.json")["n"] == 24 and not (out / "log.jsonl").exists()
+    meta = data.read_json(out / "memory" / "meta.json")
+    assert meta["n"] == 24 and not (out / "log.jsonl").exists()
 
     run("--stage", "tome", "--start", str(tmp_path / "tome"), "--steps", "0", "--out",
-        str(out), "--quiet")
+        str(out), "--blocks", str(blocks), "--quiet")
     said = capsys.readouterr().out
-    assert "has no weights of mlm, claim: made fresh" in said
-    assert "passed over memory_extraction_layer" in said
-    saved = train.read_checkpoint(out / "tome.pt")
-    assert saved["recipe"]["steps"] == 0
+    assert "has no weights for mlm, claim; these start at random" in said
+    assert "not used: memory_extraction_layer" in said
+    saved = train.read_checkpoint(out / f"tome-{blocks}.pt")
+    assert saved["plan"].steps == 0
     assert all(torch.equal(saved["model"][name], tensor)
                for name, tensor in ((n.removeprefix("tome."), t) for n, t in tome.items()))
-    shutil.rmtree(tmp_path / "init")                            # what was taken over is not needed
+    shutil.rmtree(tmp_path / "init")                            # no longer needed
     (tmp_path / "tome").unlink()
     questions = write_questions(tmp_path / "qa.jsonl")
-    run("--stage", "finetune", "--task", "qa", "--examples", questions, "--out",
-        str(out), "--steps", "2", "--batch", "4")
-    assert train.read_checkpoint(out / "qa.pt")["step"] == 2
+    run("--stage", "finetune", "--task", "qa", "--examples", questions, "--out", str(out),
+        "--blocks", str(blocks), "--steps", "2", "--batch", "4", "--quiet")
+    saved = train.read_checkpoint(out / f"qa-{blocks}.pt")
+    assert saved["plan"].steps == 2 and saved["about"]["finished"]
     capsys.readouterr()
     run("--stage", "memory", "--out", str(out))
-    assert "taken as trained" not in capsys.readouterr().out    # all is there already
+    assert "taken as trained" not in capsys.readouterr().out    # everything is there already
 
 def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path):
     init, _ = write_init(tmp_path / "init", n_upper=4)
@@ -470,22 +471,23 @@ def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path)
     out, corpus = str(tmp_path / "run"), write_corpus(tmp_path / "corpus.jsonl")
     run("--stage", "tome", "--preset", "mini", "--init", init, "--corpus", corpus, "--out", out,
         "--start", str(tmp_path / "tome"), "--steps", "2", "--batch", "8", "--quiet", *SMALL)
-    assert train.read_checkpoint(Path(out) / "tome.pt")["step"] == 2
+    saved = train.read_checkpoint(Path(out) / "tome-1.pt")
+    assert saved["plan"].steps == 2 and saved["about"]["finished"]
 
 def test_a_published_file_decides_what_its_shapes_tell_and_nothing_else(tmp_path):
-    """Their k_top_device, say, is of one device, and dropout is of the training."""
+    """Their k_top_device, for example, describes a device, and dropout a training."""
     init, _ = write_init(tmp_path / "init")
     (tmp_path / "init" / "config.json").write_text('{"model_config": {"encoder_config": {"k_top_device": 2}}}')
     command = ["--stage", "memory", "--preset", "mini", "--init", init, "--corpus",
-               write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL, "--set"]
-    config = train.settle(train.parse_arguments([*command, "dropout=0.3"])).config
+               write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL]
+    config = train.settle(train.parse_arguments([*command, "--dropout", "0.3"]))[0].config
     assert (config.k, config.dropout, config.key_dim) == (256, 0.3, 8)
-    assert train.settle(train.parse_arguments([*command, "k=5"])).config.k == 5
-    with pytest.raises(data.UserError, match="--set key_dim: it is 8 in what --init names"):
-        train.settle(train.parse_arguments([*command, "key_dim=16"]))
+    assert train.settle(train.parse_arguments([*command, "--k", "5"]))[0].config.k == 5
+    with pytest.raises(data.UserError, match="--key-dim 16: --init has 8; leave it out"):
+        train.settle(train.parse_arguments([*command, "--key-dim", "16"]))
 
 @pytest.mark.parametrize("wrong, message", [
-    ("a TOME", "a TOME goes to --stage tome --start"), ("no vocab.txt", "put the vocab.txt"),
+    ("a TOME", "give a TOME to --stage tome --start"), ("no vocab.txt", "put the vocab.txt"),
     ("another vocab.txt", "has 96 entries"), ("a cut file", "cannot be read"),
     ("a pickle", "cannot be read"), ("nothing there", "cannot be read")])
 def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, wrong, message,
@@ -513,7 +515,7 @@ def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, w
     assert not out.exists()
 
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
-                                            ("a TOME-2", "no TOME of these dimensions"),
+                                            ("a TOME-2", "contains no TOME of these dimensions"),
                                             ("scratch", "leave --start out")])
 def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
     init, _ = write_init(tmp_path / "init", n_upper=4)

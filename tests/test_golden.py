@@ -533,7 +533,7 @@ def test_tome_with_our_removal_differs_from_theirs_exactly_where_they_lost_place
     lost = z["out/memory_attention_disallowed_mask"][real]
     queries = z["out/memory_attention_mention_encodings"][real]             # of the first layer, before any difference
     same_forward(f"TOME-{blocks}", tome.blocks[0].memory_attention.query(
-        tome.read_initial(batch.tokens, batch.attention_mask), batch.row, batch.start, batch.end), queries)
+        tome.forward_initial(batch.tokens, batch.attention_mask), batch.row, batch.start, batch.end), queries)
     assert found[0].ids.tolist() == top_allowed(z, queries, batch.passage, 8)
     for ids, theirs, gone in zip(found[0].ids, z["out/top_memory_ids"][real], lost):
         assert ids[:int((~gone).sum())].tolist() == theirs[~gone].tolist()

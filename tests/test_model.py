@@ -129,7 +129,7 @@ def test_until_the_fit_a_mention_reads_its_own_value_from_the_unmasked_text_with
     spans = batch.row, batch.start, batch.end
     torch.testing.assert_close(found.value, model.value(unmasked.detach(), *spans))
     layer = model.tome.blocks[0].memory_attention
-    H0 = model.tome.read_initial(batch.tokens, batch.attention_mask).clone()
+    H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask).clone()
     for m, (row, start) in enumerate(zip(batch.row.tolist(), batch.start.tolist())):
         H0[row, start] = H0[row, start] + layer.up(found.value[m])
     expected = model.tome.blocks[0].transformer(layer.norm(H0), batch.attention_mask)
