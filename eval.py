@@ -429,7 +429,8 @@ def report(opened, args):
         if "n" not in figures[task]:        # the toy world's
             cells = {f"{hops} {kind}": cell for hops in ("one_hop", "two_hop")
                      for kind, cell in figures[task][hops].items()}
-            cells["all"] = {name: x for name, x in figures[task].items() if "recall" in name}
+            if task == "qa":
+                cells["all"] = {name: x for name, x in figures[task].items() if "recall" in name}
     else:
         figures = masked_mention_figures(run, tome, memory)
         cells = {kind: cell | figures["same_entity_mass"][kind]
@@ -458,8 +459,8 @@ def table_row(cell):
 
 def say_table(rows, width=80):
     """Prints {row: {column: text}} as aligned columns, in as many blocks as the width needs."""
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    columns = [[name, *(row.get(name, "-") for row in rows.values())] for name in names]
+    names = dict.fromkeys(name for row in rows.values() for name in row if name != "n")
+    columns = [[name, *(row.get(name, "-") for row in rows.values())] for name in [*names, "n"]]
     columns = [[text.rjust(max(map(len, column))) for text in column] for column in columns]
     label = [text.ljust(max(map(len, rows))) for text in ("", *rows)]
     blocks = [[label]]
