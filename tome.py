@@ -198,8 +198,8 @@ def retrieve_answer(tome, H, batch, memory, asked):
 # ---- Initial weights -----------------------------------------------------------------------------
 # The model learns to use the memory only if retrieval finds something useful (app. B.6). Presets
 # toy and mini therefore train BATCH-TOME without the memory until [E_start] and [E_end] encode
-# their mention. Then fit_retrieval makes queries find keys of their entity, and the memory is switched
-# on. Preset base, with the paper's million steps, always uses the memory.
+# their mention. Then fit_retrieval makes queries find keys of their entity, and the memory is
+# switched on. Preset base, with the paper's million steps, always uses the memory.
 
 @torch.no_grad()
 def start_positions(model):
