@@ -155,7 +155,7 @@ def read_batch(seed, n_mentions=6):
     tokens = torch.randint(0, 40, (3, 12), generator=g)
     masked = tokens.masked_fill(torch.rand(3, 12, generator=g) < 0.3, 4)
     batch = SimpleNamespace(tokens=masked, unmasked=tokens, attention_mask=torch.ones(3, 12, dtype=bool),
-                            row=torch.arange(n_mentions) % 3, start=start, end=start + 2, entity=torch.arange(n_mentions) + 1)
+                            row=torch.arange(n_mentions) % 3, passage=torch.arange(n_mentions) % 3, start=start, end=start + 2, entity=torch.arange(n_mentions) + 1)
     batch.entity[2] = 0
     return batch
 
