@@ -429,14 +429,14 @@ def optimizer_for(run, model, kind):
 
 def learning_rate(run, plan, step):
     """Linear warm-up, then linear decay to zero. If batch-tome practises reading (own_values), it
-    keeps its rate until the memory is switched on, and decays from half of it."""
+    keeps its rate until the memory is switched on, and decays from three quarters of it."""
     start, peak = plan.warmup, plan.lr
     if plan.kind == "batch-tome" and run.settings.own_values:
         fit_step = int(plan.steps * run.settings.memory_from)
         if plan.warmup <= step < fit_step:
             return peak
         if step >= fit_step:
-            start, peak = fit_step, peak / 2
+            start, peak = fit_step, 0.75 * peak
     return peak * min((step + 1) / max(plan.warmup, 1), (plan.steps - step) / (plan.steps - start))
 
 class Training:
