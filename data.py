@@ -218,6 +218,7 @@ def eval_mentions(corpus) -> np.ndarray:
     the mention's own passage. Mentions of the article's title are left out, because most of its
     passages name it."""
     linked = np.flatnonzero(corpus.mention_entity)
+    linked = linked[~corpus.replaced[corpus.passage_of(linked)]]
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)        # passage * E + entity: a number for each pair of them
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)

@@ -9,9 +9,9 @@
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
 Five classes offer the same `attend`: BatchMemory, the mentions of the batch (BATCH-TOME, §2.3);
-MentionMemory, the frozen table of the whole corpus (TOME, §2.2); OwnValues, each mention's own value
-(before there is retrieval); GivenMemory, teacher forcing (preset mini); EntityTable, a baseline. M
-mentions attend, a memory has N rows, and a mention retrieves K of them."""
+MentionMemory, the frozen table of the whole corpus (TOME, §2.2); OwnValues, each mention's own
+value (before there is retrieval); GivenMemory, teacher forcing (preset mini); EntityTable, a
+baseline. M mentions attend, a memory has N rows, and a mention retrieves K of them."""
 import copy
 import shutil
 from pathlib import Path
@@ -33,9 +33,9 @@ N_GIVEN = 8                     # memories that GivenMemory gives to a mention
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
-    """What M mentions retrieve: K memories each, the best first after a search. Where a search finds
-    fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted; an
-    excluded row has score -inf but keeps its id and entity."""
+    """What M mentions retrieve: K memories each, the best first after a search. Where a search
+    finds fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted;
+    an excluded row has score -inf but keeps its id and entity."""
     scores: torch.Tensor            # (M, K) query · key, with gradient except from GivenMemory
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
@@ -56,8 +56,8 @@ def attend_to_all(query, memory, excluded):
     return Retrieved(scores, ids, memory.entity.expand_as(scores), alpha, alpha @ memory.values)
 
 class BatchMemory:
-    """The linked mentions of a batch as a memory (§2.3), gathered from all processes, with gradients
-    to keys and values. The passages of a batch are related (app. A.1)."""
+    """The linked mentions of a batch as a memory (§2.3), gathered from all processes, with
+    gradients to keys and values. The passages of a batch are related (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
@@ -79,8 +79,8 @@ class OwnValues:
         return Retrieved(weight, itself, torch.zeros_like(itself), weight, self.values)
 
 class EntityTable(nn.Module):
-    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and value
-    for each entity in place of the mention memory. (In the original one vector is both, which
+    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
+    value for each entity in place of the mention memory. (In the original one vector is both, which
     learned less here.) About an entity that training never names it only learns that it is never
     the answer. Row 0: no entity."""
     def __init__(self, config):
@@ -104,8 +104,8 @@ class MentionMemory:
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # n_search: the number of buckets that a query searches (app. C.1.2); None: exact search. The
-        # first search makes 4 sqrt(N) buckets (our choice).
+        # n_search: the number of buckets that a query searches (app. C.1.2); None: exact search.
+        # The first search makes 4 sqrt(N) buckets (our choice).
         self.n_search = self.index = None
 
     def __len__(self):
@@ -121,10 +121,10 @@ class MentionMemory:
             return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
-        """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again, with
-        gradient. Each process offers its k_shard best keys, and the k best of these are kept (app.
-        C.1.4: 128 processes × 2 for k = 128). With fewer processes or rows, k_shard is raised until
-        the processes offer at least k rows together."""
+        """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
+        with gradient. Each process offers its k_shard best keys, and the k best of these are kept
+        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes or rows, k_shard is raised
+        until the processes offer at least k rows together."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
@@ -167,8 +167,8 @@ class MentionMemory:
         return self.changed(values=self.values[torch.from_numpy(order)])
 
     def by_article(self, article):
-        """The same rows with article numbers as `passage`, so that a query with passage = a retrieves
-        nothing of article a. article: the article of each passage."""
+        """The same rows with article numbers as `passage`, so that a query with passage = a
+        retrieves nothing of article a. article: the article of each passage."""
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
@@ -222,8 +222,8 @@ class MemoryAttention(nn.Module):
         """H with eq. 9's update at each mention's start, normalised; what eq. 6–8 retrieved."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)
-        # accumulate=True adds the update to H_s. A mention that may retrieve nothing gets no update,
-        # not even W_U's bias.
+        # accumulate=True adds the update to H_s. A mention that may retrieve nothing gets no
+        # update, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)
         H = H.index_put((mentions.row, mentions.start), update.to(H.dtype), accumulate=True)
         # Eq. 9 normalises position s alone. The public code normalises all positions, and so do we:
@@ -236,8 +236,8 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4): a
     dictionary of ARRAYS in corpus order. passages: numbers of at least one passage of `corpus`."""
     encoder.eval()
-    # Passages without a linked mention are skipped (28% of a real corpus), except the first, so that
-    # `parts` is never empty.
+    # Passages without a linked mention are skipped (28% of a real corpus), except the first, so
+    # that `parts` is never empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])
     passages, parts = passages[linked | (passages == passages[0])], []
     # Passages of similar length are encoded together: the longest sets the width of a batch.
