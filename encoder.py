@@ -185,7 +185,7 @@ def precision_on(config, device):
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)     # not before PyTorch 2.12
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)     # older versions lack it
         is_fast = capabilities().get("avx512_bf16", False)
     return config.precision if is_fast else "float32"
 

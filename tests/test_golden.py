@@ -611,7 +611,8 @@ def test_entity_markers_stand_where_the_public_code_puts_them(example):
         ids = ids[mask > 0]
         here = np.flatnonzero((z["in_mention_mask"] > 0) & (z["in_mention_batch_positions"] == row))
         # token i is character i; the text is short enough for one passage; [CLS] and [SEP] are ours
-        mentions = [(int(z["in_mention_start_positions"][m]), int(z["in_mention_end_positions"][m]) + 1) for m in here]
+        mentions = [data.Mention(int(z["in_mention_start_positions"][m]), int(z["in_mention_end_positions"][m]) + 1, "x")
+                    for m in here]
         encoding = SimpleNamespace(ids=ids.tolist(), offsets=[(i, i + 1) for i in range(len(ids))])
         piece, = data.encode_text(encoding, mentions, 100, 100, special, Counter())
         kept = z["out_mention_mask"][here] > 0          # theirs drops what does not fit new_length, ours cuts the text
