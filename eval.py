@@ -149,7 +149,7 @@ def forward(opened, batch, words):
     call it}; other mentions are left out."""
     tome = opened.tome.eval()
     H, retrieved = tome(batch.tokens, batch.attention_mask, batch, opened.memory)
-    z = tome.answer(H, batch.row, batch.start, batch.end)                           # (M, d_K)
+    z = tome.entity_query(H, batch.row, batch.start, batch.end)                           # (M, d_K)
     return H, [EncodedMention(words[i], z[m], [sources_of(opened, found, m) for found in retrieved])
                for m, i in enumerate(batch.mention.tolist()) if i in words]
 
