@@ -1426,7 +1426,8 @@ def append(run, file, replace_articles):
     uses. replace_articles: articles of the file replace those of the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    if record in done:
+    # A file may replace what replaced it before, so with --replace only the last one counts.
+    if record in (done[-1:] if replace_articles else done):
         say(f"{file} was appended before, to {run.base}; nothing is left to do.")
         return
     open_memory(run)                                    # only for its errors
