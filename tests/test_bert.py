@@ -465,9 +465,8 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     config = replace(read_published(folder, config)[0], n_blocks=n_blocks)
     tokenizer = data.load_tokenizer(folder / "vocab.txt")
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
-    init, sizes = train.describe_published(str(folder), Config(n_upper=2))
-    saved = train.new_saved("mini", 0)
-    run = train.Run(tmp_path, saved | {"init": init, "settings": saved["settings"] | sizes})
+    run, _ = train.settle(train.parse_arguments(["--stage", "batch-tome", "--preset", "mini", "--init", str(folder),
+                                                 "--out", str(tmp_path / "run")]))
     run.config, run.batch_tome_config, run.corpus, run.tokenizer = config, replace(config, n_blocks=1), corpus, tokenizer
     tome = train.new_batch_tome(run, run.seed).tome
     tokens, mask = padded_passages()
@@ -678,8 +677,9 @@ def n_parameters(*modules):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_blocks", [1, 2])
-def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks):
-    run = train.Run("run", train.new_saved("base", 0), n_blocks)
+def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks, tmp_path):
+    run, _ = train.settle(train.parse_arguments(["--stage", "tome", "--preset", "base", "--blocks", str(n_blocks),
+                                                 "--out", str(tmp_path / "run")]))
     settings, config = run.settings, run.config
     model = BatchTOME(TOME(config))
     tome, encoder = model.tome, model

@@ -83,7 +83,7 @@ def test_a_build_that_was_cut_off_goes_on_at_the_first_shard_missing(corpora, tm
     with pytest.raises(KeyboardInterrupt):
         build(corpora[0], tmp_path / "memory")
     assert not (tmp_path / "memory").exists()
-    next(tmp_path.glob("memory.*.part/keys-00001.npy")).unlink()        # a shard of which a file is missing
+    next(tmp_path.glob("memory.part/keys-00001.npy")).unlink()        # a shard of which a file is missing
     assert build(corpora[0], tmp_path / "memory") == whole
     assert calls[:5] == [0, 16, 32, 16, 32] and len(calls) == len(set(calls)) + 2
 
@@ -120,7 +120,7 @@ def test_numbers_that_are_not_finite_are_refused_with_remedy(corpora, tmp_path):
     for weight, dtype in ((1e6, np.float16), (np.nan, np.float32)):
         encoder = new_encoder()
         encoder.value.linear.bias.data[2] = weight
-        with pytest.raises(UserError, match="not finite.*lower --lr.*memory_dtype=float32"):
+        with pytest.raises(UserError, match="not finite.*lower --lr.*--memory-dtype float32"):
             build_memory(encoder, corpora[1], tmp_path / "memory", CPU, dtype, {})
         assert not (tmp_path / "memory").exists()
 

@@ -122,7 +122,7 @@ def test_fitted_keys_are_white_and_queries_find_their_own_or_their_entitys_mean_
 
 def test_until_the_fit_a_mention_reads_its_own_value_from_the_unmasked_text_without_gradient_to_it():
     torch.manual_seed(3)
-    model = BatchTOME(TOME(replace(TINY, max_positions=40, n_blocks=1))).eval()
+    model = BatchTOME(TOME(replace(TINY, n_blocks=1, max_positions=40))).eval()
     batch = read_batch(0)
     _, _, H, (found,) = model(batch, "own")
     unmasked, _ = model.tome(batch.unmasked, batch.attention_mask)
