@@ -429,14 +429,14 @@ def optimizer_for(run, model, kind):
 
 def learning_rate(run, plan, step):
     """Linear warm-up, then linear decay to zero. If batch-tome practises reading (own_values), it
-    keeps its rate until the memory is switched on, and decays from three quarters of it."""
+    keeps its rate until the memory is switched on, and decays from half of it."""
     start, peak = plan.warmup, plan.lr
     if plan.kind == "batch-tome" and run.settings.own_values:
         fit_step = int(plan.steps * run.settings.memory_from)
         if plan.warmup <= step < fit_step:
             return peak
         if step >= fit_step:
-            start, peak = fit_step, 0.75 * peak
+            start, peak = fit_step, peak / 2
     return peak * min((step + 1) / max(plan.warmup, 1), (plan.steps - step) / (plan.steps - start))
 
 class Training:
@@ -949,7 +949,7 @@ PRESETS = {
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.55, own_values=1, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
-            "batch-tome": Schedule(1700, 2e-3, 100, 64), "tome": Schedule(350, 1e-3, 50, 64),
+            "batch-tome": Schedule(1550, 2e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64),
             "qa": Schedule(250, 1e-3, 25, 64), "qa-2": Schedule(800, 1e-3, 40, 64)}),
 }
