@@ -1014,7 +1014,7 @@ def facts_of(toy):
 
 def test_the_toy_world_is_the_size_that_was_measured(toy):
     lines, examples = toy
-    assert 17_000 <= len(lines) <= 17_500 and 90_000 <= sum(len(p["mentions"]) for p in lines) <= 95_000
+    assert 17_000 <= len(lines) <= 17_500 and 70_000 <= sum(len(p["mentions"]) for p in lines) <= 75_000
     assert max(len(p["text"].replace(".", " .").split()) for p in lines) <= 40
     tokenizer = data.train_tokenizer((p["text"] for p in lines), 2000)
     assert 400 <= tokenizer.get_vocab_size() <= 600
@@ -1127,7 +1127,7 @@ def test_descriptions_are_linked_in_training_passages_that_do_not_state_their_fa
     assert .45 < bridges[True] / bridges.total() < .55
     assert not any((e["subject"], e["relations"][0]) in described for name, records in examples.items()
                    if "train" not in name for e in records)
-    assert max(described.values()) == 2 and 1.8 < described.total() / len(described) < 2
+    assert set(described.values()) == {1}
     assert {p["title"] for p in data.toy_world(4)[0]} != {p["title"] for p in lines}
 
 
