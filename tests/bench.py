@@ -192,16 +192,12 @@ def tome_step(model, batch, table):
     loss.backward()
 
 def batch_tome_step(model, batch):
-    """The batch memory is made of the masked text, as the public code makes it: the lower layers read once."""
-    tome, mask, spans = model.tome, batch.attention_mask, (batch.row, batch.start, batch.end)
+    """With the batch memory, as after the fit."""
     with low_precision(model.config, batch.tokens.device):
-        H0 = tome.forward_initial(batch.tokens, mask)
-        H, _ = tome.forward_blocks(H0, mask)
-        keys, values = model.key(H, *spans), model.value(H, *spans)
-        table = memory.BatchMemory(keys, values, batch.entity, batch.passage)
-        H, _ = tome.forward_blocks(H0, mask, batch, table)
-        loss = (0.85 * mlm_loss(tome.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
-                + 0.15 * coreference_loss(model.coref(H, *spans), batch.entity, batch.passage))
+        _, _, H, _ = model(batch)
+        z = model.coref(H, batch.row, batch.start, batch.end)
+        mlm = mlm_loss(model.tome.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
+        loss = 0.85 * mlm + 0.15 * coreference_loss(z, batch.entity, batch.passage)
     model.zero_grad()
     loss.backward()
 
