@@ -101,12 +101,13 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 #   mention_entity (M,)         index into entity_names; 0 = not linked
 #   mention_char (M, 2)         character offsets in the text
 #   article, held_out (P,)      index into titles; whether the passage is kept out of training
+#   replaced (P,)               whether --replace has removed the passage from the memory
 #   text (bytes,), text_at (P, 2)       all texts in UTF-8; start and end of each passage's text
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
 #   entity_count (E,)           number of linked mentions of each entity in training passages
 #   tokenizer, special, vocab_size      the tokenizer; the ids of its special tokens; its size
 #   maskable (vocab_size,), words   which tokens may be masked; ids of the words that replace some
-#   meta                        counts, what was dropped, the recipe
+#   meta                        counts, what was dropped, what it was made from
 #
 # The fields of a Batch with one entry per row, and the fields with one entry per mention:
 ROWS = ("tokens", "unmasked", "attention_mask", "is_target", "label")
@@ -218,6 +219,7 @@ def eval_mentions(corpus) -> np.ndarray:
     the mention's own passage. Mentions of the article's title are left out, because most of its
     passages name it."""
     linked = np.flatnonzero(corpus.mention_entity)
+    linked = linked[~corpus.replaced[corpus.passage_of(linked)]]
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)        # passage * E + entity: a number for each pair of them
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)

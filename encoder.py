@@ -42,7 +42,7 @@ class Config:
     key_dim: int = setting(128, (1, 10_000), "size of keys and queries, d_K")
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
-    # The shard: each process searches its own part of the memory, and returns at most k_shard.
+    # Each process searches its own shard of the memory, and returns at most k_shard memories.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "maximum from each process", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
@@ -185,12 +185,13 @@ def precision_on(config, device):
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        is_fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)     # older versions lack it
+        is_fast = capabilities().get("avx512_bf16", False)
     return config.precision if is_fast else "float32"
 
 def low_precision(config, device):
-    """A context for matrix products in that type. Weights, losses and the scores of memories stay
-    in float32."""
+    """A context in which matrix products have the type precision_on(config, device). Weights,
+    losses and the scores of memories stay in float32."""
     return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 # ==== Set apart: published weights ================================================================

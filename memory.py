@@ -1,17 +1,17 @@
 """The mention memory: a table of a corpus's linked mentions, and attention to it (§2.1.2, §2.2.1).
 
     MemKey (N, d_K)   MemValue (N, d_V)   MemEnt (N,)         keys, values, entity
-    passage and mention: where each row stands in the corpus (N,)
+    passage and mention: where each row comes from in the corpus (N,)
 
     Query(m) = SpanEncodingLayer(H, (s, e))                                           eq. 6
     alpha_i  ∝ exp(Query(m) · MemKey(i)),  i in TopMem(Query(m))                      eq. 7
     Value(m) = sum_i alpha_i MemValue(i)                                              eq. 8
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
-Four classes offer the same `attend`: BatchMemory, the mentions of the batch itself (BATCH-TOME,
-§2.3); MentionMemory, the frozen table of the whole corpus (TOME, §2.2); GivenMemory, the same with
-teacher forcing (preset mini); EntityTable, a baseline.
-M is the number of mentions that ask, N that of memories, K that of retrieved ones."""
+Five classes offer the same `attend`: BatchMemory, the mentions of the batch (BATCH-TOME, §2.3);
+MentionMemory, the frozen table of the whole corpus (TOME, §2.2); OwnValues, each mention's own
+value (before there is retrieval); GivenMemory, teacher forcing (preset mini); EntityTable, a
+baseline. M mentions attend, a memory has N rows, and a mention retrieves K of them."""
 import copy
 import shutil
 from pathlib import Path
@@ -24,26 +24,26 @@ from torch import nn
 from tqdm import tqdm
 
 import ann
-import data                     # read later; here only for a batch of passages, and files
+import data                     # used here only for batches of passages, and files
 from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
 BATCH_TOKENS = 8192             # tokens that are encoded at a time
-N_GIVEN = 8                     # memories of its own entity that GivenMemory gives a mention
+N_GIVEN = 8                     # memories that GivenMemory gives to a mention
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
-    """What M mentions found: K memories each, best first if they were searched for. Where a search
-    finds fewer, scores are -inf, ids -1 and entity 0. attend_to_all returns all N, not sorted; an
-    excluded one has score -inf, but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient, but for what is given
+    """What M mentions retrieve: K memories each, the best first after a search. Where a search
+    finds fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted;
+    an excluded row has score -inf but keeps its id and entity."""
+    scores: torch.Tensor            # (M, K) query · key, with gradient except from GivenMemory
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
     value: torch.Tensor = None      # (M, d_V) eq. 8
 
 def attention_weights(scores):
-    """Softmax over the last dimension. A row of nothing but -inf gives zeros instead of NaN."""
+    """Softmax over the last dimension. A row of -inf only gives zeros instead of NaN."""
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
@@ -56,8 +56,8 @@ def attend_to_all(query, memory, excluded):
     return Retrieved(scores, ids, memory.entity.expand_as(scores), alpha, alpha @ memory.values)
 
 class BatchMemory:
-    """The linked mentions of a batch as a memory (§2.3), keys and values with gradient. They are
-    gathered from all processes. The batch's passages are related (app. A.1)."""
+    """The linked mentions of a batch as a memory (§2.3), gathered from all processes, with
+    gradients to keys and values. The passages of a batch are related (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
@@ -79,9 +79,9 @@ class OwnValues:
         return Retrieved(weight, itself, torch.zeros_like(itself), weight, self.values)
 
 class EntityTable(nn.Module):
-    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a key and a value for
-    each entity, trained with the model in place of the mention memory. (There one vector is both;
-    here that learnt less.) Of an entity that training never names it only learns that it is never
+    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
+    value for each entity in place of the mention memory. (In the original one vector is both, which
+    learned less here.) About an entity that training never names it only learns that it is never
     the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
@@ -98,21 +98,21 @@ class EntityTable(nn.Module):
 class MentionMemory:
     """This process's rows of the frozen table, N of each of ARRAYS: tensors or numpy arrays.
 
-    A query never finds rows whose `passage` is its own: in training those of the one it stands in
-    ("disallowed same passage retrieval", §2.4). For evaluation, by_article replaces `passage` by
-    numbers of articles: then all rows of one article can be hidden."""
+    A query never retrieves rows of its own passage ("disallowed same passage retrieval", §2.4). For
+    evaluation, by_article replaces passage numbers by article numbers, so that all rows of an
+    article can be hidden."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # n_search: in how many buckets (app. C.1.2) a query searches; None: exactly. The first
-        # search makes them, 4 sqrt(N) (our choice).
+        # n_search: the number of buckets that a query searches (app. C.1.2); None: exact search.
+        # The first search makes 4 sqrt(N) buckets (our choice).
         self.n_search = self.index = None
 
     def __len__(self):
         return len(self.keys)
 
     def search(self, query, k, query_passage):
-        """The k best of this process's rows, without the query's own passage: scores, ids."""
+        """The k best of this process's rows outside of the query's passage: scores, ids."""
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         with torch.autocast(query.device.type, enabled=False):          # in float32, as ann.dot
@@ -123,8 +123,8 @@ class MentionMemory:
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
         with gradient. Each process offers its k_shard best keys, and the k best of these are kept
-        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes, or rows, each offers so
-        many that k rows come together, if none is of the query's own passage."""
+        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes or rows, k_shard is raised
+        until the processes offer at least k rows together."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
@@ -149,12 +149,12 @@ class MentionMemory:
         return other
 
     def select(self, keep):
-        """Only the rows where keep (N,) is true."""
+        """The memory with only the rows where keep (N,) is true."""
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
-        """A uniform sample (§4.1: 38M of 150M mentions) by passage: each is whole or left out.
-        sample(0): the memory emptied."""
+        """A uniform sample by passage (§4.1: 38M of 150M mentions): a passage is kept as a whole or
+        left out. sample(0) is the emptied memory."""
         if fraction >= 1:
             return self
         n = int(self.passage.max()) + 1 if len(self) else 0
@@ -162,36 +162,37 @@ class MentionMemory:
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 
     def shuffled(self):
-        """Values are permuted, keys are not: the same memories are retrieved, with wrong values."""
+        """The memory with permuted values: the same rows are retrieved, with wrong values."""
         order = np.random.default_rng(0).permutation(len(self))
         return self.changed(values=self.values[torch.from_numpy(order)])
 
     def by_article(self, article):
-        """The same rows with article numbers as `passage`: a query with passage = a sees nothing of
-        article a. article: that of each passage."""
+        """The same rows with article numbers as `passage`, so that a query with passage = a
+        retrieves nothing of article a. article: the article of each passage."""
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
 class GivenMemory:
-    """Teacher forcing: instead of the memories that it would find, a mention retrieves random ones
-    of its own entity: N_GIVEN draws with replacement, of which those of its own passage are
-    dropped. So a model learns to read what it retrieves before it retrieves well. Queries learn
-    nothing from it. `wanted` (M,) has to be set to the entities of the mentions that will ask; 0:
-    given nothing. If others_search is true, mentions with 0 search the memory instead, and `found`
-    keeps what a search would find for every mention."""
+    """Teacher forcing: a mention retrieves random memories of its own entity, N_GIVEN draws with
+    replacement without those of its own passage. So a model learns to read what it retrieves before
+    it retrieves well. Queries learn nothing from it.
+
+    Before each use, set `wanted` (M,) to the entities of the mentions; 0: it is given nothing. If
+    others_search is true, mentions with 0 search the memory instead, and `found` contains what a
+    search finds for every mention."""
     def __init__(self, memory, n_entities):
         self.memory, self.values, self.others_search = memory, memory.values, False
         entity = ann.gather(memory.entity)
         self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
         self.first = self.count.cumsum(0) - self.count
-        # Rows of all processes, entity after entity. One place more: `first` of the last entities
-        # points behind all rows if they have none.
+        # Rows of all processes, sorted by entity, and one more: `first` points there for the last
+        # entities if they have no rows.
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
     attend = MentionMemory.attend       # over what `retrieve` returns
 
     def retrieve(self, query, passage, k, k_shard):
-        """As MentionMemory's: N_GIVEN memories, and behind them the k of those that search."""
+        """N_GIVEN memories, followed by the k memories of the mentions that search."""
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
@@ -203,7 +204,7 @@ class GivenMemory:
         if not self.others_search:
             return given
         self.found = found = memory.retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0         # a mention has one of the two at most
+        is_given = self.wanted[:, None] > 0         # a mention has at most one of the two
         return Retrieved(*(torch.cat([mine, its.masked_fill(is_given, none)], 1)
                            for mine, its, none in zip(given[:3], found[:3], (-torch.inf, -1, 0))))
 
@@ -221,26 +222,25 @@ class MemoryAttention(nn.Module):
         """H with eq. 9's update at each mention's start, normalised; what eq. 6–8 retrieved."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)
-        # accumulate=True adds the update to H_s. A mention that was allowed no memory gets no
+        # accumulate=True adds the update to H_s. A mention that may retrieve nothing gets no
         # update, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)
         H = H.index_put((mentions.row, mentions.start), update.to(H.dtype), accumulate=True)
-        # Eq. 9 speaks of position s alone. The public code normalises all positions, and so do we:
-        # otherwise mention starts would have another scale than their neighbours.
+        # Eq. 9 normalises position s alone. The public code normalises all positions, and so do we:
+        # otherwise mention starts would have another scale than other positions.
         return self.norm(H), found
 
 @torch.no_grad()
-@np.errstate(over="ignore")     # too much for float16 is inf, which build_memory refuses
+@np.errstate(over="ignore")     # overflow in float16 gives inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
-    """Memory rows of the linked mentions of these passages (their numbers, at least one),
-    from their unmasked text (§2.4): a dictionary of ARRAYS in the order of the corpus. corpus: a
-    data.Corpus; its passage_start says where each passage's tokens begin."""
+    """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4): a
+    dictionary of ARRAYS in corpus order. passages: numbers of at least one passage of `corpus`."""
     encoder.eval()
-    # Passages without a linked mention (28% of a real corpus) are not read. The first always is, so
-    # `parts` is not empty.
+    # Passages without a linked mention are skipped (28% of a real corpus), except the first, so
+    # that `parts` is never empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])
     passages, parts = passages[linked | (passages == passages[0])], []
-    # Passages of similar length are read together: the longest sets the width of a batch.
+    # Passages of similar length are encoded together: the longest sets the width of a batch.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
     left = np.argsort(lengths, kind="stable")
     while len(left):

@@ -10,6 +10,7 @@ not trained again: train.py sees to that. A table is printed, and left in OUT/TA
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -361,6 +362,56 @@ def names(out, seeds):
                                 for kind in KINDS)])
     return rows
 
+# Appended text: persons whose names are new pairs of known words, and facts that changed.
+
+def appended(out, seeds):
+    """How many teachers are answered once text about them is in the memory, without training."""
+    lines, _ = data.toy_world(0)
+    known = {line["title"] for line in lines}
+    rng = np.random.default_rng(5)
+    firsts, lasts = (part.split() for part in data.NAMES["person"].split("/"))
+    everybody = rng.permutation([f"{a} {b}" for a in firsts for b in lasts]).tolist()
+    new = [name for name in everybody if name not in known]
+    of_kind = {kind: [line["title"] for line in lines if line["title"] in {
+        f"{a} {b}" for a in first.split() for b in last.split()}]
+        for kind, (first, last) in ((k, v.split("/")) for k, v in data.NAMES.items())}
+
+    def passages(persons, relations, n=1):
+        """n passages about each person, each with a sentence for each relation."""
+        for person, teacher in persons.items():
+            for i in range(n):
+                sentences = []
+                for name in relations:
+                    relation = data.RELATIONS[name]
+                    obj = teacher
+                    if name != "teacher":
+                        obj = rng.choice(of_kind[relation.object]).item()
+                    sentences.append((relation.phrases[i], {"S": (person,) * 2, "O": (obj,) * 2}))
+                yield {"title": person, **data.toy_line("text", sentences)}
+
+    def answered(label, persons, records, *flags):
+        run = out / f"appended-{label}"
+        shutil.copytree(finetuned(out, "tome-1", 0, "qa", ONE), run, dirs_exist_ok=True)
+        file, questions = out / f"{label}.jsonl", out / f"{label}.qa.jsonl"
+        data.write_lines(file, records)
+        data.write_lines(questions, ({"question": f"Who was the teacher of {person}?",
+                                      "answers": [teacher]} for person, teacher in persons.items()))
+        train(run, "--stage", "memory", "--append", file, *flags)
+        figures = evaluate(run, "--task", "qa", "--examples", questions)
+        return [figures["qa"]["memory"] * len(persons)]
+
+    persons = dict(zip(new[:40], new[40:80]))
+    changed = dict(zip([name for name in everybody if name in known][:20], new[80:100]))
+    three = ("teacher", "born_in", "employer")
+    return [["teachers answered", "of 40 new persons", "of 20 changed facts"],
+            *([f"{n} sentences", (answered, f"{n}-sentences", persons,
+                                  passages(persons, three[:n])), ""] for n in (1, 2, 3)),
+            ["3 passages of one sentence", (answered, "passages", persons,
+                                            passages(persons, three[:1], 3)), ""],
+            ["old article kept", "", (answered, "kept", changed, passages(changed, three[:1]))],
+            ["old article replaced", "", (answered, "replaced", changed,
+                                          passages(changed, three[:1]), "--replace")]]
+
 # ------------------------------------------------------------------------- printing, command line
 
 TABLES = {
@@ -380,7 +431,7 @@ TABLES = {
     "initialisation": partial(ablation, [], [           # app. B.6
         ("from BATCH-TOME", "tome-1"), ("from scratch", "from-scratch"),
         ("from the warm-up Transformer", "from-warm-up")]),
-    "retrieved": retrieved, "second-names": names}
+    "retrieved": retrieved, "appended": appended, "second-names": names}
 SEEDED = ("claims", "questions", "recall")
 
 def filled(tables):
