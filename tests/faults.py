@@ -563,13 +563,14 @@ def fuzz(folder, n):
 # ---- Leaks ---------------------------------------------------------------------------------------
 
 def leak(reference, steps):
-    """[(own memory in MB, number of tensors)] after a fifth of the steps of a training, after half,
-    and at its end."""
+    """[(own memory in MB, number of tensors)] after a fifth of the steps of a training, after three
+    quarters, and at its end. The fit is between the first two: after it more layers have gradients
+    and optimizer states."""
     out, seen, count = reference.fresh("batch-tome"), [], itertools.count(1)
     real = torch.optim.AdamW.step
 
     def step(*args, **kwargs):
-        if next(count) in (steps // 5, steps // 2, steps):
+        if next(count) in (steps // 5, steps * 3 // 4, steps):
             gc.collect()
             n = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
             own = next(x for x in open("/proc/self/status") if x.startswith("RssAnon"))
@@ -619,7 +620,7 @@ def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
     for what, counts in fuzz(folder, n_lines).items() if "fuzz" in parts else ():
         say(f"mutated lines of {what}", counts)
     if "leak" in parts:
-        say(f"leak: {leak(reference, 5000)} (MB, tensors; after 1,000, 2,500, 5,000 steps)")
+        say(f"leak: {leak(reference, 5000)} (MB, tensors; after 1,000, 3,750, 5,000 steps)")
     shutil.rmtree(folder)
     print(f"{len(all_wrong)} wrong")
     return bool(all_wrong)

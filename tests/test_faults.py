@@ -538,7 +538,7 @@ def test_a_corpus_with_hardly_anything_in_it_trains_without_nan(reference, tmp_p
 @slow
 def test_nothing_leaks(reference, small):
     faults.leak(reference, steps=200)       # oneDNN makes a kernel for each new shape and keeps it
-    early, half, late = faults.leak(reference, steps=400)
-    assert late[1] <= half[1]               # tensors
+    early, fitted, late = faults.leak(reference, steps=400)
+    assert late[1] <= fitted[1]               # tensors
     # A leak of 100 KB a step would show: a batch and what is made of it takes more.
     assert late[0] - early[0] < 25
