@@ -665,6 +665,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
+from pickle import UnpicklingError
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
@@ -696,6 +697,8 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
         if is_out_of_memory(error):
             raise UserError(f"{path} does not fit in memory (more processes divide a mention "
                             "memory among them)") from error
+        if isinstance(error, UnpicklingError):      # PyTorch's wraps the reason in general advice
+            error = error.__context__ or error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 

@@ -1149,3 +1149,22 @@ def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run)
     assert before == {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     done = run("toy", "--out", tmp_path / "file")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "file: File exists" in done.stderr
+
+
+class Command:
+    """A pickled object that would make a folder when it is loaded."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_file_with_a_python_object_runs_no_code_and_the_error_names_the_object(tmp_path):
+    path, folder = tmp_path / "weights.pt", tmp_path / "made"
+    torch.save({"model": Command(folder)}, path)
+    with pytest.raises(UserError, match=r"posix\.mkdir.*; remove it"):
+        with data.intact(path, remedy="remove it"):
+            torch.load(path, weights_only=True)
+    assert not folder.exists()
