@@ -247,7 +247,7 @@ class BucketedIndex:
         for b, askers, place in zip(buckets, asking, places):
             keys = self.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
-        n = k + self.largest            # so many, since the own passage's are discarded below
+        n = k + self.largest            # enough after the own passage's keys are discarded below
         blocks = scores.view(Q, block_size(width, n), -1).transpose(0, 1)
         maxima = block_maxima(blocks)                           # (Q, width / size)
         bar = just_below(maxima, n, dim=1)

@@ -179,6 +179,12 @@ def refuse_large_batch(plan, n):
     if plan.batch > max(n, 4096):
         raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
+def first_memory_step(run, plan):
+    """The step of batch-tome at which fit_retrieval runs and the memory is switched on; 0: the
+    memory is on from the first step, and nothing is fitted."""
+    share = run.settings.memory_from
+    return max(1, int(plan.steps * share)) if share else 0
+
 class BatchTOMEStage:
     """Mention Encoder and BATCH-TOME on related passages (§2.3, app. A.1)."""
     def __init__(self, run, plan):
@@ -194,9 +200,7 @@ class BatchTOMEStage:
         is_begun = run.path(plan).exists()              # then its weights come from the checkpoint
         self.model = BatchTOME(TOME(run.batch_tome_config)) if is_begun \
             else new_batch_tome(run, run.seed)
-        # From this step on the memory is used.
-        share = run.settings.memory_from
-        self.fit_step = max(1, int(plan.steps * share)) if share else 0
+        self.fit_step = first_memory_step(run, plan)
 
     def clusters(self, epoch):
         """The passages of an epoch, cluster after cluster."""
@@ -432,7 +436,7 @@ def learning_rate(run, plan, step):
     keeps its rate until the memory is switched on, and decays from half of it."""
     start, peak = plan.warmup, plan.lr
     if plan.kind == "batch-tome" and run.settings.own_values:
-        fit_step = int(plan.steps * run.settings.memory_from)
+        fit_step = first_memory_step(run, plan)
         if plan.warmup <= step < fit_step:
             return peak
         if step >= fit_step:
