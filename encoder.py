@@ -88,13 +88,10 @@ class SelfAttention(nn.Module):
 
     def attend(self, qkv, attention_mask):
         """Softmax(q k^T / sqrt(d)) v for each head. qkv (B, T, 3 hidden) -> (B, T, hidden)."""
-        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
-        # q, k, v (B * heads, T, d). On a CPU, F.scaled_dot_product_attention is slower.
-        bias = q.new_zeros(attention_mask.shape).masked_fill(~attention_mask, -torch.inf)
-        bias = bias.repeat_interleave(self.n_heads, 0)[:, None]                 # (B * heads, 1, T)
-        scores = torch.baddbmm(bias, q, k.mT, alpha=q.shape[-1] ** -0.5)        # (B * heads, T, T)
-        y = F.dropout(scores.softmax(-1), self.dropout, self.training) @ v
-        return y.unflatten(0, (-1, self.n_heads)).transpose(1, 2).flatten(2)
+        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+        mask = attention_mask[:, None, None]          # q, k, v (B, heads, T, d), mask (B, 1, 1, T)
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout).transpose(1, 2).flatten(2)
 
 class TransformerLayer(nn.Module):
     """One layer of BERT. x (n, hidden) -> (n, hidden), for the n tokens of a batch."""

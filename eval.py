@@ -375,8 +375,8 @@ def draw_training(axis, run, blocks):
         points += found.values()
         end = max(steps, default=0)
         if stages == ["batch-tome"] and run.settings.memory_from:
-            axis.axvline(int(end * run.settings.memory_from), color="grey", ls="--", lw=0.8,
-                         label="fit_retrieval")
+            fit_step = train.first_memory_step(run.settings, end)
+            axis.axvline(fit_step, color="grey", ls="--", lw=0.8, label="fit_retrieval")
     for color, title, key in (("C0", "tokens", "accuracy"), ("C1", "attention", "mass_masked")):
         for group, style in zip(train.GROUPS, ("-", ":")):
             values = [point[group][key] for point in points]

@@ -179,11 +179,10 @@ def refuse_large_batch(plan, n):
     if plan.batch > max(n, 4096):
         raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
-def first_memory_step(run, plan):
-    """The step of batch-tome at which fit_retrieval runs and the memory is switched on; 0: the
-    memory is on from the first step, and nothing is fitted."""
-    share = run.settings.memory_from
-    return max(1, int(plan.steps * share)) if share else 0
+def first_memory_step(settings, steps):
+    """The step of batch-tome (`steps` in all) at which fit_retrieval runs and the memory is
+    switched on; 0: the memory is on from the start, and nothing is fitted."""
+    return max(1, int(steps * settings.memory_from)) if settings.memory_from else 0
 
 class BatchTOMEStage:
     """Mention Encoder and BATCH-TOME on related passages (§2.3, app. A.1)."""
@@ -200,7 +199,7 @@ class BatchTOMEStage:
         is_begun = run.path(plan).exists()              # then its weights come from the checkpoint
         self.model = BatchTOME(TOME(run.batch_tome_config)) if is_begun \
             else new_batch_tome(run, run.seed)
-        self.fit_step = first_memory_step(run, plan)
+        self.fit_step = first_memory_step(run.settings, plan.steps)
 
     def clusters(self, epoch):
         """The passages of an epoch, cluster after cluster."""
@@ -431,17 +430,10 @@ def optimizer_for(run, model, kind):
         groups.setdefault((scale, decay), group)["params"].append(parameter)
     return torch.optim.AdamW(groups.values(), betas=(0.9, run.settings.beta2), fused=True)
 
-def learning_rate(run, plan, step):
-    """Linear warm-up, then linear decay to zero. If batch-tome practises reading (own_values), it
-    keeps its rate until the memory is switched on, and decays from half of it."""
-    start, peak = plan.warmup, plan.lr
-    if plan.kind == "batch-tome" and run.settings.own_values:
-        fit_step = first_memory_step(run, plan)
-        if plan.warmup <= step < fit_step:
-            return peak
-        if step >= fit_step:
-            start, peak = fit_step, peak / 2
-    return peak * min((step + 1) / max(plan.warmup, 1), (plan.steps - step) / (plan.steps - start))
+def learning_rate(plan, step):
+    """Linear warm-up, then linear decay to zero."""
+    return plan.lr * min((step + 1) / max(plan.warmup, 1),
+                         (plan.steps - step) / (plan.steps - plan.warmup))
 
 class Training:
     """A stage while it is trained. `progress` is what a checkpoint keeps besides tensors: the step,
@@ -474,7 +466,7 @@ class Training:
         run, plan, step = self.run, self.plan, self.progress["step"]
         rank, size = ann.rank_and_size()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(run, plan, step) * group["scale"]
+            group["lr"] = learning_rate(plan, step) * group["scale"]
         # Seeds dropout, and the choice of given memories.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
         batch_of_all = self.stage.next_batch(step)
@@ -515,7 +507,7 @@ class Training:
         say_figures(record | measured, f"{self.plan.name} {step:5d} ")
         log(self.run.out, {"stage": self.plan.name, "step": step,
                            "seconds": round(time.time() - self.began),
-                           "lr": learning_rate(self.run, self.plan, step - 1), **record,
+                           "lr": learning_rate(self.plan, step - 1), **record,
                            **measured})
         if measured.get("score", -1.0) > progress["best_score"]:
             progress["best_score"] = measured["score"]
@@ -950,10 +942,10 @@ PRESETS = {
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
-        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.55, own_values=1, fit_passages=768, lower_lr_scale=0.1,
+        hidden=96, n_heads=3, intermediate=192, max_positions=128, mention_rate=0.4,
+        init_std=0.05, memory_from=0.66, own_values=1, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
-            "batch-tome": Schedule(1550, 2e-3, 100, 64), "tome": Schedule(600, 1e-3, 50, 64),
+            "batch-tome": Schedule(1600, 2.5e-3, 100, 64), "tome": Schedule(400, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64),
             "qa": Schedule(250, 1e-3, 25, 64), "qa-2": Schedule(800, 1e-3, 40, 64)}),
 }
