@@ -5,9 +5,9 @@
     MLMHead(H at the masked positions)                                            (L, vocab)
 
 A batch contains B passages, padded to the length T of the longest, and L masked tokens. The arrays
-row, start and end give the position of its M mentions, (M,) each. The layers are post-LN, as in
-BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end, and d_K, d_V and d_C for
-key_dim, value_dim and coref_dim."""
+row, start and end, (M,) each, locate its M mentions. The layers are post-LN, as in BERT:
+LayerNorm(x + f(x)). The paper writes s and e for start and end, and d_K, d_V and d_C for key_dim,
+value_dim and coref_dim."""
 import json
 import math
 import re
@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
-    """A dataclass field that is also a flag of train.py. allowed: the words, or (minimum, maximum);
-    text: its help; since: the first stage whose result depends on it."""
+    """A dataclass field that is also a flag of train.py. allowed: allowed values, or (minimum,
+    maximum). text: the help text. since: the first stage whose result depends on the setting."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
@@ -42,21 +42,23 @@ class Config:
     key_dim: int = setting(128, (1, 10_000), "size of keys and queries, d_K")
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
-    # Each process searches its own shard of the memory, and returns at most k_shard memories.
+    # Each process searches its own shard of the memory and offers k_shard memories, and the best k
+    # are kept (128 processes in the paper). With fewer, MentionMemory.retrieve raises k_shard.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
-    k_shard: int = setting(2, (1, 10**6), "maximum from each process", "tome")
+    k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
-    k_answer_shard: int = setting(32, (1, 10**6), "maximum from each process", "tome")
+    k_answer_shard: int = setting(32, (1, 10**6), "memories that each process offers to eq. 10",
+                                  "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of the baselines' EntityTable
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
-                             "type of matrix products; float32 where bfloat16 is slow")
+                             "of matrix products; float32 is used where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. A single layer cannot be halved: TOME-2 then has two
-        in each block (tome.split_into_blocks)."""
+        """Transformer layers in a TOMEBlock. A single layer cannot be halved, so each block of
+        TOME-2 then has two (tome.split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):
@@ -82,16 +84,14 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, packing):
-        """x (n, hidden) -> (n, hidden)."""
-        qkv = packing.unpack(self.qkv(x))                                       # (B, T, 3 hidden)
-        return self.out(packing.pack(self.attend(qkv, packing.attention_mask)))
-
-    def attend(self, qkv, attention_mask):
-        """Softmax(q k^T / sqrt(d)) v for each head. qkv (B, T, 3 hidden) -> (B, T, hidden)."""
-        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-        mask = attention_mask[:, None, None]          # q, k, v (B, heads, T, d), mask (B, 1, 1, T)
+        """Softmax(q k^T / sqrt(d)) v for each head. x (n, hidden) -> (n, hidden); Packing, below,
+        converts between the n rows of a batch and (B, T)."""
+        qkv = packing.unpack(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, heads, T, d) each
+        mask = packing.attention_mask[:, None, None]                                # (B, 1, 1, T)
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        return self.out(packing.pack(y.transpose(1, 2).flatten(2)))
 
 class TransformerLayer(nn.Module):
     """One layer of BERT. x (n, hidden) -> (n, hidden), for the n tokens of a batch."""
@@ -125,8 +125,8 @@ class TransformerBlock(nn.Module):
 class Packing:
     """Leaves padding out of the computation: (B, T, C) <-> (n, C).
 
-    Only attention needs to know the passage of a token, so the other layers work on n rows, one per
-    token. They could also compute the padding, with pack(x) = x.flatten(0, 1), but more slowly.
+    Only attention needs to know which passage a token belongs to, so the other layers work on n
+    rows, one per token. Computing the padding, with pack(x) = x.flatten(0, 1), would be slower.
     Some padding is kept to make n a multiple of 128, since oneDNN compiles code for each new n."""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
@@ -171,7 +171,7 @@ class MLMHead(nn.Module):
         return F.linear(self.transform(h), word_embedding, self.bias)
 
 def init_weights(module, std):
-    """Sets normal weights (not truncated, unlike BERT's) and zero biases. For Module.apply."""
+    """Draws normal weights (not truncated, unlike BERT's) and zeroes biases. For Module.apply."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):
@@ -182,8 +182,7 @@ def precision_on(config, device):
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)     # older versions lack it
-        is_fast = capabilities().get("avx512_bf16", False)
+        is_fast = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return config.precision if is_fast else "float32"
 
 def low_precision(config, device):
@@ -192,12 +191,12 @@ def low_precision(config, device):
     return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 # ==== Set apart: published weights ================================================================
-# Weights are published as the folder of a BERT, or as a file of the paper's own code (JAX, flax).
-# read_bert and read_flax translate the names of layers and blocks, read_weights the modules in
-# them. Weights that cannot be used raise ValueError, and missing ones KeyError.
+# Weights are published as a BERT's folder, or as a file from the paper's own code (JAX, flax).
+# read_bert and read_flax translate the names of layers and blocks; read_weights translates the
+# names of the modules in them. Unusable weights raise ValueError, missing weights KeyError.
 
+# here               in a BERT                             in the paper's code
 MODULES = [row.split() for row in """
-OURS                 BERT                                  PAPER
 embeddings.word      embeddings.word_embeddings            embedder.embedders_token_ids
 embeddings.position  embeddings.position_embeddings        embedder.embedders_position_ids
 embeddings.segment   embeddings.token_type_embeddings      embedder.embedders_segment_ids
@@ -222,7 +221,7 @@ value.linear         -                                     value_projector
 coref.linear         -                                     mention_projector
 entity_query.linear  -                                     final_query_projector
 """.strip().splitlines()]
-OUR_MODULE = {theirs: ours for ours, *published in MODULES[1:] for theirs in published}
+OUR_MODULE = {theirs: ours for ours, *published in MODULES for theirs in published}
 PARAMETER = {"gamma": "weight", "kernel": "weight", "scale": "weight", "embedding": "weight",
              "beta": "bias"}
 PLACE = {"initial_encoder.layer_sequence.layers_": "initial.layers.",
@@ -234,7 +233,7 @@ GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": 
         "gelu_pytorch_tanh": "tanh"}                                        # BERT's -> torch's
 
 def beside(path, name):
-    """The file `name` in the folder `path` or in one of the two folders above it, or None."""
+    """The file `name` at `path` or up to two folders above it (RUN/weights/step<N>), or None."""
     path = Path(path).absolute()
     files = (folder / name for folder in (path, *path.parents[:2]))
     return next(filter(Path.is_file, files), None)
@@ -268,6 +267,7 @@ def read_weights(path, config):
     for name, tensor in tensors.items():
         for theirs, ours in places.items():
             name = name.replace(theirs, ours)
+        # "initial.layers.0.", "attention.query", "weight": the module is translated.
         place, module, parameter = re.fullmatch(
             r"(.*layers\.\d+\.|.*memory_attention\.)?(?:(.*)\.)?(.*)", name).groups("")
         if module in OUR_MODULE:
@@ -280,7 +280,7 @@ def read_weights(path, config):
     return config, state
 
 def merge_maps(state):
-    """Replaces what is stored in several tensors and is one linear map here."""
+    """Merges tensors that are stored separately but form one linear map here."""
     if torch.equal(state["embeddings.word.weight"], state.get("mlm.weight", torch.empty(0))):
         del state["mlm.weight"]                     # the MLM head is tied to the word embeddings
     for query in [name for name in state if ".attention.query." in name]:
@@ -293,7 +293,6 @@ def merge_maps(state):
         state["entity_query.linear.bias"] += second @ state.pop("coref.linear.bias")
 
 def set_sizes(config, state):
-    """Sets the sizes in `config` to those of the weights."""
     depths = [sum(name.startswith(block) and name.endswith(".up.bias") for name in state)
               for block in ("initial.", "blocks.0.transformer.", "blocks.1.transformer.")]
     if config.n_blocks == 2 and depths[1] != depths[2]:
@@ -307,7 +306,7 @@ def set_sizes(config, state):
         config.key_dim = len(state["blocks.0.memory_attention.query.linear.bias"])
         config.value_dim = config.coref_dim = state["blocks.0.memory_attention.up.weight"].shape[1]
     if config.hidden % config.n_heads:
-        raise ValueError(f"{config.n_heads} heads do not divide a hidden size of {config.hidden}")
+        raise ValueError(f"hidden size {config.hidden} is not a multiple of {config.n_heads} heads")
 
 def read_bert(folder, config):
     """(config, places, tensors) of a BERT. places: {their name of a layer: ours}. The last n_upper
@@ -328,8 +327,8 @@ def read_bert(folder, config):
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
     n_initial = n_layers - config.n_upper
     if n_initial < 1:
-        raise ValueError(f"it has only {n_layers} layers for --n-upper {config.n_upper} and at "
-                         "least one below")
+        raise ValueError(f"it has only {n_layers} layers; --n-upper {config.n_upper} needs at "
+                         "least one more")
     ours = [f"initial.layers.{i}." for i in range(n_initial)]
     ours += [f"blocks.0.transformer.layers.{i}." for i in range(config.n_upper)]
     return config, {f"encoder.layer.{i}.": place for i, place in enumerate(ours)}, tensors
@@ -337,12 +336,12 @@ def read_bert(folder, config):
 def load_tensors(file):
     """{name: tensor} of a .safetensors file or a PyTorch file. Runs no code from the file."""
     if file.suffix == ".safetensors":
-        from safetensors.torch import load_file         # optional: the error says if it is missing
+        from safetensors.torch import load_file         # optional; ImportError names it
         return load_file(file)
     try:
         with torch.sparse.check_sparse_tensor_invariants():
             tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:                    # much advice around a short reason
+    except UnpicklingError as error:                    # its message is long; keep the reason
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f"a Python object, {found[1]}" if found else "something that is not a tensor"
         raise ValueError(f"{file.name} contains {what}; only tensors are read") from error
@@ -350,8 +349,8 @@ def load_tensors(file):
             if isinstance(tensor, torch.Tensor)}
 
 def check_tokenizer(folder, tokenizer):
-    """Raises ValueError if a BERT's own files describe another way to tokenise than `tokenizer`,
-    which data.load_tokenizer made from its vocab.txt."""
+    """Raises ValueError if a BERT's own files describe a tokenisation that differs from that of
+    `tokenizer`, which data.load_tokenizer made from its vocab.txt."""
     file, normalizer = folder / "tokenizer_config.json", tokenizer.normalizer
     says = json.loads(file.read_bytes()) if file.is_file() else {}
     ours = {"do_lower_case": normalizer.lowercase,
@@ -369,7 +368,7 @@ def check_tokenizer(folder, tokenizer):
     theirs.no_padding()
     words = [word for word in tokenizer.get_vocab() if word.isalpha()]
     for word in words[::len(words) // 1000 + 1]:
-        # In capitals, with an accent, beside a full stop and a Chinese character, and doubled.
+        # The word, in capitals, with an accent, next to other characters, and doubled.
         for text in (word, word.upper(), f"{word[0]}\u0301{word[1:]}", f"{word}.\u4e2d{word}",
                      2 * word):
             expected, found = (t.encode(text, add_special_tokens=False)
@@ -379,16 +378,16 @@ def check_tokenizer(folder, tokenizer):
                                  f"vocab.txt as {found.tokens}")
 
 def read_flax(file, config):
-    """(config, places, tensors) of a BATCH-TOME or TOME from a message pack: nested maps whose
+    """(config, places, tensors) of a BATCH-TOME or TOME from a MessagePack file: nested maps whose
     leaves are [shape, type, bytes]. A file weights/step<N> contains the encoder; checkpoint_<N>
-    also contains heads and the state of an optimizer, which is ignored."""
-    import msgpack                                      # optional: the error says if it is missing
+    also contains heads, and the optimizer's state, which is ignored."""
+    import msgpack                                      # optional; ImportError names it
     tree = msgpack.unpackb(file.read_bytes())
     tree = tree.get("params", {"encoder": tree})
     tree |= tree.pop("encoder")
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
-    # A TOME may also contain the memory layer, keys and values of its BATCH-TOME. They keep their
-    # names here, so they are not used.
+    # A TOME file may also contain its BATCH-TOME's memory layer, keys and values. Their names are
+    # not translated, so they are not used.
     if config.n_blocks == 1:
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")

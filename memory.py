@@ -8,10 +8,10 @@
     Value(m) = sum_i alpha_i MemValue(i)                                              eq. 8
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
-Five classes offer the same `attend`: BatchMemory, the mentions of the batch (BATCH-TOME, §2.3);
-MentionMemory, the frozen table of the whole corpus (TOME, §2.2); OwnValues, each mention's own
-value (before there is retrieval); GivenMemory, teacher forcing (preset mini); EntityTable, a
-baseline. M mentions attend, a memory has N rows, and a mention retrieves K of them."""
+The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before there is
+retrieval), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method
+`attend`. Only a search uses its arguments k and k_shard. M mentions attend to a memory of N rows,
+and each mention retrieves K rows."""
 import copy
 import shutil
 from pathlib import Path
@@ -24,12 +24,11 @@ from torch import nn
 from tqdm import tqdm
 
 import ann
-import data                     # used here only for batches of passages, and files
+import data                     # its Corpus, its Batch, and functions for files
 from encoder import SpanEncodingLayer, low_precision
 
 PASSAGES_PER_SHARD = 8192
-BATCH_TOKENS = 8192             # tokens that are encoded at a time
-N_GIVEN = 8                     # memories that GivenMemory gives to a mention
+BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
@@ -43,12 +42,12 @@ class Retrieved(NamedTuple):
     value: torch.Tensor = None      # (M, d_V) eq. 8
 
 def attention_weights(scores):
-    """Softmax over the last dimension. A row of -inf only gives zeros instead of NaN."""
+    """Softmax over the last dimension. A row that is all -inf gives zeros instead of NaN."""
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
 def attend_to_all(query, memory, excluded):
-    """Eq. 7 and 8 over all N rows of a memory that is too small to search. query (M, d_K);
+    """Eq. 7 and 8 over all N rows of a memory small enough to need no search. query (M, d_K);
     excluded, bool, (M, N) or (N,): pairs that get weight 0 -> Retrieved, N memories per mention."""
     scores = ann.dot(query, memory.keys).masked_fill(excluded, -torch.inf)      # (M, N)
     ids = torch.arange(len(memory.keys), device=query.device).expand_as(scores)
@@ -63,26 +62,25 @@ class BatchMemory:
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """A mention never attends to its own passage (app. A). k, k_shard: MentionMemory's."""
+        """A mention never attends to its own passage (app. A)."""
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
 class OwnValues:
-    """Practice in reading, before there is anything to retrieve: each mention is given its own
-    value, from the unmasked text, whatever its query. values (M, d_V)."""
+    """Teaches reading before there is anything to retrieve: each mention, whatever its query, is
+    given its own value from the unmasked text. That gives the answer away on purpose, so that the
+    layers above learn to read values. values (M, d_V)."""
     def __init__(self, values):
         self.values = values
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """Retrieved with one memory per mention: the mention itself."""
-        weight = query.new_ones(len(query), 1)
-        itself = torch.arange(len(query), device=query.device)[:, None]
-        return Retrieved(weight, itself, torch.zeros_like(itself), weight, self.values)
+        """Retrieved with only weights, all 1, and value."""
+        return Retrieved(None, None, None, query.new_ones(len(query), 1), self.values)
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
-    value for each entity in place of the mention memory. (In the original one vector is both, which
-    learned less here.) About an entity that training never names it only learns that it is never
-    the answer. Row 0: no entity."""
+    value for each entity in place of the mention memory. (In the original one vector serves as
+    both, but that learned less here.) For an entity that training never names, the table can only
+    learn that it is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -90,17 +88,14 @@ class EntityTable(nn.Module):
         self.register_buffer("entity", torch.arange(config.n_entities), persistent=False)
 
     def attend(self, query, passage=None, k=None, k_shard=None):
-        """To all entities, from any passage. k, k_shard: MentionMemory's."""
+        """Attends to all entities, from any passage."""
         return attend_to_all(query, self, self.entity == 0)
 
     retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
 
 class MentionMemory:
-    """This process's rows of the frozen table, N of each of ARRAYS: tensors or numpy arrays.
-
-    A query never retrieves rows of its own passage ("disallowed same passage retrieval", §2.4). For
-    evaluation, by_article replaces passage numbers by article numbers, so that all rows of an
-    article can be hidden."""
+    """This process's N rows of the frozen table. Each of ARRAYS is a tensor or a numpy array. A
+    query never retrieves rows of its own passage ("disallowed same passage retrieval", §2.4)."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
@@ -112,7 +107,7 @@ class MentionMemory:
         return len(self.keys)
 
     def search(self, query, k, query_passage):
-        """The k best of this process's rows outside of the query's passage: scores, ids."""
+        """The k best of this process's rows outside the query's passage: scores, ids."""
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         with torch.autocast(query.device.type, enabled=False):          # in float32, as ann.dot
@@ -158,7 +153,7 @@ class MentionMemory:
         if fraction >= 1:
             return self
         n = int(self.passage.max()) + 1 if len(self) else 0
-        keep = np.random.default_rng([seed, 1]).random(n) < fraction    # 1: not shuffled's stream
+        keep = np.random.default_rng([seed, 1]).random(n) < fraction
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 
     def shuffled(self):
@@ -168,49 +163,13 @@ class MentionMemory:
 
     def by_article(self, article):
         """The same rows with article numbers as `passage`, so that a query with passage = a
-        retrieves nothing of article a. article: the article of each passage."""
+        retrieves nothing from article a. article: the article number of each passage."""
         article = torch.tensor(article).to(self.passage)
         return self.changed(passage=article[self.passage], index=None)
 
-class GivenMemory:
-    """Teacher forcing: a mention retrieves random memories of its own entity, N_GIVEN draws with
-    replacement without those of its own passage. So a model learns to read what it retrieves before
-    it retrieves well. Queries learn nothing from it.
-
-    Before each use, set `wanted` (M,) to the entities of the mentions; 0: it is given nothing. If
-    others_search is true, mentions with 0 search the memory instead, and `found` contains what a
-    search finds for every mention."""
-    def __init__(self, memory, n_entities):
-        self.memory, self.values, self.others_search = memory, memory.values, False
-        entity = ann.gather(memory.entity)
-        self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
-        self.first = self.count.cumsum(0) - self.count
-        # Rows of all processes, sorted by entity, and one more: `first` points there for the last
-        # entities if they have no rows.
-        self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
-
-    attend = MentionMemory.attend       # over what `retrieve` returns
-
-    def retrieve(self, query, passage, k, k_shard):
-        """N_GIVEN memories, followed by the k memories of the mentions that search."""
-        first, count = (x[self.wanted, None] for x in (self.first, self.count))
-        chance = torch.rand(len(query), N_GIVEN, device=query.device)
-        ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
-        memory = self.memory
-        keys, entity, key_passage = ann.fetch(ids, [memory.keys, memory.entity, memory.passage])
-        ids = ids.masked_fill(key_passage == passage[:, None], -1)
-        scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
-        given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
-        if not self.others_search:
-            return given
-        self.found = found = memory.retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0         # a mention has at most one of the two
-        return Retrieved(*(torch.cat([mine, its.masked_fill(is_given, none)], 1)
-                           for mine, its, none in zip(given[:3], found[:3], (-torch.inf, -1, 0))))
-
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
-    mentions: a data.Batch, of which row, start, end and passage are used. memory: as above."""
+    mentions: a data.Batch, of which row, start, end and passage are used. memory: any class above."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
@@ -219,28 +178,28 @@ class MemoryAttention(nn.Module):
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
-        """H with eq. 9's update at each mention's start, normalised; what eq. 6–8 retrieved."""
+        """H, updated at each mention's start (eq. 9) and normalised, and what eq. 6–8 retrieved."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)
-        # accumulate=True adds the update to H_s. A mention that may retrieve nothing gets no
+        # accumulate=True adds the update to H_s. A mention without any allowed memory gets no
         # update, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)
         H = H.index_put((mentions.row, mentions.start), update.to(H.dtype), accumulate=True)
-        # Eq. 9 normalises position s alone. The public code normalises all positions, and so do we:
-        # otherwise mention starts would have another scale than other positions.
+        # Eq. 9 normalises only position s. The public code and we normalise all positions, so that
+        # mention starts have the same scale as the other positions.
         return self.norm(H), found
 
 @torch.no_grad()
 @np.errstate(over="ignore")     # overflow in float16 gives inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4): a
-    dictionary of ARRAYS in corpus order. passages: numbers of at least one passage of `corpus`."""
+    dictionary of ARRAYS in corpus order. passages: one or more passage numbers of `corpus`."""
     encoder.eval()
-    # Passages without a linked mention are skipped (28% of a real corpus), except the first, so
-    # that `parts` is never empty.
+    # Passages without a linked mention are skipped, except the first: `parts` must not be empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])
     passages, parts = passages[linked | (passages == passages[0])], []
     # Passages of similar length are encoded together: the longest sets the width of a batch.
+    # n_tokens[i] is the number of tokens in a batch of the first i + 1 passages, padding included.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
     left = np.argsort(lengths, kind="stable")
     while len(left):
@@ -259,21 +218,67 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     keys, values, *numbers = (array[order] for array in rows)
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
+# ==== Set apart: teacher forcing ==================================================================
+
+N_GIVEN = 8                     # memories that GivenMemory gives to a mention
+
+class GivenMemory:
+    """Teacher forcing (preset mini): a mention retrieves random memories of its own entity (N_GIVEN
+    draws with replacement, minus those from its own passage). A model thus learns to read what it
+    retrieves before it retrieves well. Queries get no gradient from it.
+
+    Before each use, set `wanted` (M,) to the entities of the mentions; 0: it is given nothing. If
+    others_search is true, mentions with 0 search the memory instead, and `found` contains what a
+    search finds for every mention."""
+    def __init__(self, memory, n_entities):
+        self.memory, self.values, self.others_search = memory, memory.values, False
+        entity = ann.gather(memory.entity)
+        self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
+        self.first = self.count.cumsum(0) - self.count
+        # The rows of all processes, sorted by entity, and a dummy row at the end, to which `first`
+        # points for the last entities if they have no rows.
+        self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
+
+    attend = MentionMemory.attend       # over what `retrieve` returns
+
+    def retrieve(self, query, passage, k, k_shard):
+        """N_GIVEN memories, followed by the k memories of the mentions that search."""
+        first, count = (x[self.wanted, None] for x in (self.first, self.count))
+        chance = torch.rand(len(query), N_GIVEN, device=query.device)
+        ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
+        memory = self.memory
+        keys, entity, key_passage = ann.fetch(ids, [memory.keys, memory.entity, memory.passage])
+        ids = ids.masked_fill(key_passage == passage[:, None], -1)
+        scores = ann.dot(query.detach()[:, None], keys)[:, 0].masked_fill(ids < 0, -torch.inf)
+        given = Retrieved(scores, ids, entity.masked_fill(ids < 0, 0))
+        if not self.others_search:
+            return given
+        self.found = memory.retrieve(query, passage, k, k_shard)
+        is_given = self.wanted[:, None] > 0                     # such a mention does not search
+        searched = [x.masked_fill(is_given, empty)
+                    for x, empty in zip(self.found, (-torch.inf, -1, 0))]
+        return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))
+
 # ==== Set apart: files ============================================================================
-# Plain .npy arrays. A shard has PASSAGES_PER_SHARD passages, and is not a process's part.
+# A shard is PASSAGES_PER_SHARD passages in .npy files, whatever the number of processes.
 
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
-    processes call it and share the shards. made_from: checksums {"corpus": …, "batch-tome": …}, for
-    meta.json. old_folder: the memory before text was appended, whose full shards are linked. Raises
-    UserError.
+    processes call it and share the shards. made_from: checksums {"corpus": …, "batch-tome": …},
+    stored in meta.json. old_folder: the memory before text was appended, whose full shards are
+    linked. Raises UserError.
 
-    Each file is written whole. A shard whose files are all there is done, so an interrupted build
-    continues."""
+    Each file is written atomically. An interrupted build continues with the first missing shard,
+    unless `made_from` has changed."""
     rank, size = ann.rank_and_size()
     folder, part = Path(folder), Path(f"{folder}.part")
     if rank == 0:
-        start_part(part, made_from)
+        about = part / "made_from.json"
+        if not about.exists() or data.read_json(about) != made_from:    # begin anew
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            data.sync_folder(part.absolute().parent)
+            data.write_json(about, made_from)
     ann.barrier()
     n_passages, each = len(corpus.article), PASSAGES_PER_SHARD
     shards = np.split(np.arange(n_passages), range(each, n_passages, each))
@@ -295,24 +300,15 @@ def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=N
     ann.barrier()
     if rank == 0:
         names = [f"{name}-{shard:05d}.npy" for name in ARRAYS for shard in range(len(shards))]
-        n = sum(len(np.load(part / name, "r")) for name in names if name.startswith("entity-"))
-        (part / "made_from.json").unlink()
+        n = sum(len(np.load(file, "r")) for file in part.glob("entity-*.npy"))
+        about.unlink()
         data.commit_folder(part, folder, names, format=data.FORMAT, made_from=made_from, n=n,
                            n_shards=len(shards), n_passages=n_passages)
     ann.barrier()
 
-def start_part(part, made_from):
-    """Empties a half-made memory, unless it is made from the same files."""
-    about = part / "made_from.json"
-    if not about.exists() or data.read_json(about) != made_from:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        data.sync_folder(part.absolute().parent)
-        data.write_json(about, made_from)
-
 def load_memory(folder, device="cpu"):
-    """(this process's part of the table, shards rank, rank + size, …; the checksums of what it was
-    made from). Raises UserError, also where a file's checksum differs."""
+    """(this process's part of the table, checksums of what it was made from). The part is shards
+    rank, rank + size, … Raises UserError, for example if a checksum differs."""
     rank, size = ann.rank_and_size()
     about = data.open_folder(folder, "memory",      # "keys-00012.npy" belongs to shard 12
                              lambda name: int(name[-9:-4]) % size == rank)
@@ -321,7 +317,7 @@ def load_memory(folder, device="cpu"):
         return np.load(f"{folder}/{name}-{i:05d}.npy", "r")             # unpickles nothing
 
     rows = {}
-    with data.intact(folder, remedy="remove it to make it again"):
+    with data.intact(folder, remedy="remove it to rebuild it"):
         shards = range(rank, about["n_shards"], size)           # a process may have no shard
         for name in ARRAYS:
             place = np.cumsum([0, *(len(shard(name, i)) for i in shards)])

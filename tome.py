@@ -6,13 +6,13 @@
 
 The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
 of it give keys and values (§2.1.1). BATCH-TOME trains this encoder with two forward passes over a
-batch: one of the Mention Encoder, and one of TOME over the mentions of the first (§2.3). TOME then
-continues from BATCH-TOME's weights over the frozen memory of the whole corpus. A last retrieval
-predicts the entity of a mention, or the answer to a question (eq. 10).
+batch: the Mention Encoder's, then TOME's, which attends to the mentions encoded by the first
+(§2.3). TOME then starts from BATCH-TOME's weights and attends to the frozen memory of the whole
+corpus. A last retrieval predicts the entity of a mention, or the answer to a question (eq. 10).
 
-In shapes: B passages of T tokens, M mentions in the whole batch (not the matrix M of eq. 2), K
-memories retrieved for each, L masked tokens (not the L of eq. 5). z is the paper's z_m, `scores`
-are Query(m) · MemKey(i), `weights` are alpha."""
+In shapes, B is the number of passages of T tokens, M of mentions in the batch (not eq. 2's matrix
+M), K of memories retrieved for each mention, and L of masked tokens (not eq. 5's L). z is the
+paper's z_m, `scores` are Query(m) · MemKey(i), and `weights` are alpha."""
 import re
 from pathlib import Path
 
@@ -92,31 +92,34 @@ class BatchTOME(nn.Module):
 
     def encode_mentions(self, tokens, attention_mask, row, start, end):
         """The Mention Encoder (§2.1.1): keys (M, d_K) and values (M, d_V) of the mentions at row,
-        start, end (M,), from unmasked text."""
+        start, end (M,). The memory is made from unmasked text."""
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
     def forward(self, batch, memory="batch"):
         """(H0, H without a memory, H with one), (B, T, hidden) each, and what was retrieved.
 
-        memory: "batch", the unmasked mentions of the batch, encoded by the pass without a memory
-        (as in the public code; the paper does not say). A passage never attends to its own
-        mentions. "own": each mention gets its own value. None: no memory."""
+        memory: "batch": the batch's linked mentions that are not masked, encoded by the first pass,
+        over the masked text. (The paper does not say which text; the public code also uses the
+        masked one, but keeps masked mentions.) "own": each mention gets its own value (OwnValues).
+        None: no memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)
-        alone, _ = tome.forward_blocks(H0, mask)
+        first, _ = tome.forward_blocks(H0, mask)
         if memory is None:
-            return H0, alone, alone, None
+            return H0, first, first, None
         if memory == "own":
             with torch.no_grad():
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
+            # A mention is masked as a whole, so its first token, after [E_start], tells.
             is_kept = (batch.entity > 0) & ~batch.is_target[batch.row, batch.start + 1]
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
-            attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
+            attended = BatchMemory(self.key(first, *spans), self.value(first, *spans),
                                    batch.entity[is_kept], batch.passage[is_kept])
-        return H0, alone, *tome.forward_blocks(H0, mask, batch, attended)
+        H, retrieved = tome.forward_blocks(H0, mask, batch, attended)
+        return H0, first, H, retrieved
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each loss is this process's share of a mean over all processes: the sum over its own items,
@@ -124,7 +127,7 @@ class BatchTOME(nn.Module):
 # their gradients to its gradient.
 
 def share_of_mean(losses):
-    """losses (n,) of this process -> its share of the mean over all processes; 0 without items."""
+    """losses (n,) of this process -> its share of the mean over all processes, 0 if it has none."""
     n = ann.sum_over_processes(losses.numel(), losses.device)
     return losses.sum() / n.clamp(min=1)
 
@@ -136,10 +139,10 @@ def coreference_loss(z, entity, passage):
     """App. A.2: mentions of one entity should have similar z, mentions of different entities not.
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Each linked mention is compared
-    with the linked mentions in other passages, of all processes. Those of its entity are positives,
-    all others negatives. Its loss is the mean over its positives of the cross-entropy of that
-    positive against all negatives; the result is the mean over mentions with a positive. (So say
-    the appendix's text and the public code; the appendix's formula sums inside the logarithm.)"""
+    with the linked mentions in other passages, of all processes. Mentions of its entity are
+    positives, all others negatives. Its loss is the mean over its positives of the cross-entropy of
+    that positive against all negatives; the result is the mean over mentions with a positive. (The
+    appendix's text and the public code agree; the appendix's formula sums inside the logarithm.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -178,58 +181,62 @@ def predict_entity(scores, memory_entity):
 # ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
 def claim_logits(tome, H, batch):
-    """Logits (B, 3) in the order of data.CLAIM_LABELS, from the mean over a claim's mentions of
-    their [E_start] encodings, to which the memory's values were added (eq. 9), after the MLM head's
-    hidden layer. The paper does not describe its head; with [CLS], as in the public code, toy
+    """Logits (B, 3) in the order of data.CLAIM_LABELS. The [E_start] encodings of a claim's
+    mentions, which contain the memory's values (eq. 9), pass through the MLM head's hidden layer
+    and are averaged. The paper does not describe its head; with [CLS], as in the public code, toy
     claims stayed at chance."""
-    B = len(batch.tokens)
-    n_mentions = torch.bincount(batch.row, minlength=B).clamp(min=1)
+    n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
     h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
-    total = h.new_zeros(B, h.shape[-1]).index_add(0, batch.row, h)
+    total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, asked):
-    """What the n mentions in the mask `asked` (M,) retrieve with z of eq. 10 as their query:
-    Retrieved, (n, K), without weights and value."""
+    """Retrieved (n, K) of the n mentions where `asked` (M,) is true, with eq. 10's z as their query
+    and without weights and value."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# The model learns to use the memory only if retrieval finds something useful (app. B.6). Presets
-# toy and mini therefore train BATCH-TOME without the memory until [E_start] and [E_end] encode
-# their mention. Then fit_retrieval makes queries find what resembles their mention, and the memory
-# is switched on. Preset base, with the paper's million steps, always uses the memory.
+# A model learns to use its memory only if retrieval finds something useful (app. B.6). Preset base,
+# with the paper's million steps, uses the memory from the start. Presets toy and mini instead train
+# BATCH-TOME in three parts (train.BatchTOMEStage):
+# 1. Reading practice, without retrieval. MLM and coreference train [E_start] and [E_end] to encode
+#    their mention. In toy, each mention is also given its own value from the unmasked text, so that
+#    the layers above the memory layer learn to read values (memory.OwnValues).
+# 2. The fit, once. fit_retrieval computes the layers of keys, queries and z in closed form, so that
+#    each mention finds similar mentions.
+# 3. Memory on. Each mention attends to the batch's other passages, as in the paper.
 
 @torch.no_grad()
 def start_positions(model):
     """Sets position embeddings to sinusoids (Vaswani et al. 2017), scaled like the other embeddings
-    and trained later. With random ones the toy model starts to learn later."""
+    and trainable. With random ones the toy model takes longer to start learning."""
     position = model.tome.embeddings.position.weight                    # (positions, hidden)
     n, hidden = position.shape
     angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
     waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)   # (positions, hidden)
-    position.copy_(waves * model.config.init_std * 2 ** 0.5)
+    position.copy_(waves * model.config.init_std * 2 ** 0.5)    # mean of sin^2 and cos^2: 1/2
 
 @torch.no_grad()
 def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. (Random layers find nothing, since [H_s; H_e] is similar for
-    all mentions.) The query of a mention in the masked text learns to find the key of the same
-    mention in the unmasked text, or, by_entity, the mean key of its entity, which needs labels.
-    self_score bounds the mean score of a key with itself; 20 is enough among thousands of keys."""
+    all mentions.) A mention's query in the masked text is fitted to its own key in the unmasked
+    text or, if by_entity, to the mean key of its entity, which needs labels. self_score bounds the
+    mean score of a key with itself; e^20 outweighs thousands of keys with score 0."""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
     keys = fit_keys(model.key.linear, of_keys, self_score)                      # (m, d_K)
     target = mean_of_group(keys, entity) if by_entity else keys
-    for span_layer, spans in ((model.tome.blocks[0].memory_attention.query, of_queries),
-                              (model.tome.entity_query, of_answers)):
-        fit_linear(span_layer.linear, spans, target, self_score)
+    query = model.tome.blocks[0].memory_attention.query         # BATCH-TOME's only memory layer
+    fit_linear(query.linear, of_queries, target, self_score)
+    fit_linear(model.tome.entity_query.linear, of_answers, target, self_score)
 
 def linked_spans(model, batches):
-    """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each: of H0 and H in the masked text, from
-    which queries and z are made, and of H in the unmasked text, for keys. And entities (m,)."""
+    """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 and H of the
+    masked text (for queries and z) and H of the unmasked text (for keys). And entity (m,)."""
     rows = []
     for batch in batches:
         H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
@@ -246,7 +253,7 @@ def fit_keys(layer, X, self_score):
     variance of self_score / n. Returns the keys of X (m, d_K)."""
     mean = X.mean(0)
     covariance = (X - mean).T @ (X - mean) / len(X)
-    variance, direction = torch.linalg.eigh(covariance)                         # rising
+    variance, direction = torch.linalg.eigh(covariance)                         # ascending
     n = min(len(layer.weight), len(variance))
     # The added term keeps directions with almost no variance from being scaled up.
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
@@ -278,8 +285,8 @@ def split_into_blocks(state, config):
     """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
     BATCH-TOME has one memory layer, since it never used a second one. Each block of TOME gets a
-    copy of it and an equal share of the Transformer layers above it, in order. If there is only one
-    such layer, each of two blocks gets a copy of it, and an idle layer on top."""
+    copy of it and an equal share of the Transformer layers above it, in order. A single such layer
+    cannot be shared, so each of two blocks gets a copy of it, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]
@@ -295,7 +302,7 @@ def split_into_blocks(state, config):
 
 def idle_layer(layer):
     """A layer that only normalises its input again, because its output maps are zero. Its inner
-    maps are copies: with zeros there it would never learn."""
+    maps are copies; if they were zero as well, it would never learn."""
     return {name: tensor if name.startswith(("attention.qkv.", "up."))
             else torch.full_like(tensor, 1.0 if name.endswith("norm.weight") else 0.0)
             for name, tensor in layer.items()}
@@ -308,11 +315,11 @@ def part_of(state, prefix):
 # ==== Set apart: published weights ================================================================
 
 def read_published(path, config):
-    """(config, state, lacks, unused) of a BERT's folder, or of a file of the paper's own code.
+    """(config, state, lacks, unused) from a BERT's folder or a file made by the paper's own code.
 
     config: `config` with the published sizes (a BERT has one block). state: weights for BatchTOME.
-    lacks: the parts of BatchTOME for which there are none. unused: published parts and tensors that
-    BatchTOME does not have. Raises UserError."""
+    lacks: the parts of BatchTOME without published weights. unused: published parts and tensors
+    that BatchTOME does not have. Raises UserError."""
     with data.intact(path, "cannot be read as a BERT or as weights of the paper's own code",
                      "give another file"):
         try:
@@ -320,7 +327,8 @@ def read_published(path, config):
             with torch.device("meta"):                          # shapes without numbers
                 model = BatchTOME(TOME(config))
             names = {name.removeprefix("tome."): name for name in model.state_dict()}
-            ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
+            ours = dict.fromkeys(map(part_name, names))         # in order
+            theirs = {*map(part_name, found)}
             # A whole part may be missing, but not some of its tensors.
             state = {names[name]: found[name] for name in names if part_name(name) in theirs}
             model.load_state_dict(state, strict=False, assign=True)     # refuses another shape

@@ -538,9 +538,9 @@ DAMAGES = {
     "another epsilon": (change(layer_norm_eps=0.1), "its layer_norm_eps is 0.1, not 1e-12"),
     "another activation": (change(hidden_act="relu"), "its hidden_act is relu, not gelu or .*gelu_new"),
     "a number of heads that is no number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
-    "heads that do not divide": (change(num_attention_heads=5), "5 heads do not divide a hidden size of 12"),
+    "heads that do not divide": (change(num_attention_heads=5), "hidden size 12 is not a multiple of 5 heads"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
-                       "it has only 2 layers for --n-upper 2 and at least one below"),
+                       "it has only 2 layers; --n-upper 2 needs at least one more"),
     "a wrong shape": (other_tensors(lambda w: w.update({"encoder.layer.0.output.dense.bias": torch.zeros(3)})),
                       "size mismatch for tome.initial.layers.0.down.bias"),
     "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
@@ -571,7 +571,7 @@ DAMAGES = {
     "a malicious zipped .bin": (only_bin(zipped_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
     "a whole model in a .bin": (only_bin(whole_model), "contains a Python object, torch.nn.modules.linear.Linear; only tensors"),
     "one file missing of two": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
-                                "it has no '|it has only [12] layers for --n-upper 2"),
+                                "it has no '|it has only [12] layers; --n-upper 2"),
     **{f"a pointer of Git LFS, {name}": (write(name, LFS), f"{name} is a Git LFS pointer; run git lfs pull")
        for name in ("pytorch_model.bin", "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
 }
