@@ -47,8 +47,7 @@ class Config:
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
-    k_answer_shard: int = setting(32, (1, 10**6), "memories that each process offers to eq. 10",
-                                  "tome")
+    k_answer_shard: int = setting(32, (1, 10**6), "memories that each process offers", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of the baselines' EntityTable

@@ -32,7 +32,7 @@ BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
-    """What M mentions retrieve: K memories each, the best first after a search. Where a search
+    """What M mentions retrieve: K memories each, the best first after a search. If a search
     finds fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted;
     an excluded row has score -inf but keeps its id and entity."""
     scores: torch.Tensor            # (M, K) query · key, with gradient except from GivenMemory
@@ -169,7 +169,7 @@ class MentionMemory:
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
-    mentions: a data.Batch, of which row, start, end and passage are used. memory: any class above."""
+    mentions: a data.Batch, of which row, start, end and passage are used. memory: a class above."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard

@@ -99,10 +99,9 @@ class BatchTOME(nn.Module):
     def forward(self, batch, memory="batch"):
         """(H0, H without a memory, H with one), (B, T, hidden) each, and what was retrieved.
 
-        memory: "batch": the batch's linked mentions that are not masked, encoded by the first pass,
-        over the masked text. (The paper does not say which text; the public code also uses the
-        masked one, but keeps masked mentions.) "own": each mention gets its own value (OwnValues).
-        None: no memory."""
+        memory: "batch", the linked mentions that are not masked, encoded in the masked text by the
+        pass without a memory (the public code keeps masked mentions; the paper does not say);
+        "own", OwnValues; None, no memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)
         first, _ = tome.forward_blocks(H0, mask)
@@ -113,18 +112,16 @@ class BatchTOME(nn.Module):
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
-            # A mention is masked as a whole, so its first token, after [E_start], tells.
-            is_kept = (batch.entity > 0) & ~batch.is_target[batch.row, batch.start + 1]
+            is_masked = batch.is_target[batch.row, batch.start + 1]     # the token after [E_start]
+            is_kept = (batch.entity > 0) & ~is_masked
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
             attended = BatchMemory(self.key(first, *spans), self.value(first, *spans),
                                    batch.entity[is_kept], batch.passage[is_kept])
-        H, retrieved = tome.forward_blocks(H0, mask, batch, attended)
-        return H0, first, H, retrieved
+        return H0, first, *tome.forward_blocks(H0, mask, batch, attended)
 
 # ---- Losses --------------------------------------------------------------------------------------
-# Each loss is this process's share of a mean over all processes: the sum over its own items,
-# divided by the number of items everywhere. The shares add up to the loss of one large batch, and
-# their gradients to its gradient.
+# Each loss is this process's share of a mean over all processes: the sum over its own items divided
+# by the number of items everywhere. Shares and their gradients add up to those of one large batch.
 
 def share_of_mean(losses):
     """losses (n,) of this process -> its share of the mean over all processes, 0 if it has none."""
@@ -191,22 +188,19 @@ def claim_logits(tome, H, batch):
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_answer(tome, H, batch, memory, asked):
-    """Retrieved (n, K) of the n mentions where `asked` (M,) is true, with eq. 10's z as their query
-    and without weights and value."""
+    """Retrieved (n, K) of the n mentions where `asked` (M,) is true. Their query is z of eq. 10."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# A model learns to use its memory only if retrieval finds something useful (app. B.6). Preset base,
-# with the paper's million steps, uses the memory from the start. Presets toy and mini instead train
-# BATCH-TOME in three parts (train.BatchTOMEStage):
-# 1. Reading practice, without retrieval. MLM and coreference train [E_start] and [E_end] to encode
-#    their mention. In toy, each mention is also given its own value from the unmasked text, so that
-#    the layers above the memory layer learn to read values (memory.OwnValues).
-# 2. The fit, once. fit_retrieval computes the layers of keys, queries and z in closed form, so that
-#    each mention finds similar mentions.
-# 3. Memory on. Each mention attends to the batch's other passages, as in the paper.
+# A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
+# toy and mini train BATCH-TOME in three parts; preset base, with a million steps, has only part 3.
+# 1. Reading practice, without retrieval: MLM and coreference train [E_start] and [E_end] to encode
+#    their mention. In toy, each mention gets its own value, so that the layers above learn to read
+#    values (memory.OwnValues).
+# 2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
+# 3. Memory on: each mention attends to the other passages of the batch, as in the paper.
 
 @torch.no_grad()
 def start_positions(model):
@@ -221,10 +215,10 @@ def start_positions(model):
 @torch.no_grad()
 def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
-    half of the mentions are masked. (Random layers find nothing, since [H_s; H_e] is similar for
-    all mentions.) A mention's query in the masked text is fitted to its own key in the unmasked
-    text or, if by_entity, to the mean key of its entity, which needs labels. self_score bounds the
-    mean score of a key with itself; e^20 outweighs thousands of keys with score 0."""
+    half of the mentions are masked. A mention's query in the masked text is fitted to its own key
+    in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
+    self_score bounds the mean score of a key with itself; e^20 outweighs thousands of keys with
+    score 0. (Random layers find nothing, since [H_s; H_e] is similar for all mentions.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -327,20 +321,18 @@ def read_published(path, config):
             with torch.device("meta"):                          # shapes without numbers
                 model = BatchTOME(TOME(config))
             names = {name.removeprefix("tome."): name for name in model.state_dict()}
-            ours = dict.fromkeys(map(part_name, names))         # in order
-            theirs = {*map(part_name, found)}
+            ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
             # A whole part may be missing, but not some of its tensors.
             state = {names[name]: found[name] for name in names if part_name(name) in theirs}
-            model.load_state_dict(state, strict=False, assign=True)     # refuses another shape
+            model.load_state_dict(state, strict=False, assign=True)     # raises if a shape differs
         except KeyError as error:
             raise ValueError(f"it has no {error}") from error
         vocab = beside(path, "vocab.txt")
         if Path(path).is_dir() and vocab is not None:
             check_tokenizer(Path(path), data.load_tokenizer(vocab))
-    lacks = [part for part in ours if part not in theirs]
     unused = {part_name(name) if part_name(name) not in ours else name
               for name in found.keys() - names.keys()}
-    return config, state, lacks, sorted(unused)
+    return config, state, [part for part in ours if part not in theirs], sorted(unused)
 
 def part_name(name):
     """The part of BatchTOME to which a tensor belongs: "mlm", "blocks.0.memory_attention", …"""
