@@ -52,7 +52,7 @@ class Config:
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of the baselines' EntityTable
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
-                             "of matrix products; float32 is used where bfloat16 is slow")
+                             "type of matrix products; float32 is used where bfloat16 is slow")
 
     @property
     def layers_per_block(self):

@@ -260,7 +260,7 @@ class GivenMemory:
         return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))
 
 # ==== Set apart: files ============================================================================
-# A shard is PASSAGES_PER_SHARD passages in .npy files, whatever the number of processes.
+# Here a shard is PASSAGES_PER_SHARD passages in .npy files, whatever the number of processes.
 
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All

@@ -78,8 +78,7 @@ class TOME(nn.Module):
         return self.mlm(H[is_target], self.embeddings.word.weight)
 
 class BatchTOME(nn.Module):
-    """The Mention Encoder, and TOME over a batch's own mentions (§2.3). They share one Transformer,
-    self.tome (§4.1)."""
+    """The Mention Encoder and, with the same Transformer, TOME over a batch's own mentions (§2.3)."""
     def __init__(self, tome):
         super().__init__()
         self.config = config = tome.config
@@ -178,10 +177,9 @@ def predict_entity(scores, memory_entity):
 # ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
 def claim_logits(tome, H, batch):
-    """Logits (B, 3) in the order of data.CLAIM_LABELS. The [E_start] encodings of a claim's
-    mentions, which contain the memory's values (eq. 9), pass through the MLM head's hidden layer
-    and are averaged. The paper does not describe its head; with [CLS], as in the public code, toy
-    claims stayed at chance."""
+    """Logits (B, 3) in the order of data.CLAIM_LABELS, from the mean over a claim's mentions of the
+    MLM head's hidden layer at [E_start], to which the memory's values were added (eq. 9). The paper
+    does not describe its head; with [CLS], as in the public code, toy claims stayed at chance."""
     n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
     h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
     total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)
@@ -330,9 +328,10 @@ def read_published(path, config):
         vocab = beside(path, "vocab.txt")
         if Path(path).is_dir() and vocab is not None:
             check_tokenizer(Path(path), data.load_tokenizer(vocab))
+    lacks = [part for part in ours if part not in theirs]
     unused = {part_name(name) if part_name(name) not in ours else name
               for name in found.keys() - names.keys()}
-    return config, state, [part for part in ours if part not in theirs], sorted(unused)
+    return config, state, lacks, sorted(unused)
 
 def part_name(name):
     """The part of BatchTOME to which a tensor belongs: "mlm", "blocks.0.memory_attention", …"""

@@ -305,7 +305,7 @@ WRITTEN_OTHERWISE = {
 
 
 @pytest.mark.parametrize("otherwise", WRITTEN_OTHERWISE.values(), ids=WRITTEN_OTHERWISE)
-def test_a_bert_that_is_written_otherwise_gives_the_same_weights(tmp_path, otherwise):
+def test_a_bert_stored_in_another_form_gives_the_same_weights(tmp_path, otherwise):
     folder = write_bert(tmp_path)
     config, state, lacks, unused = read_published(folder, Config(n_upper=2))
     otherwise(folder)
@@ -315,7 +315,7 @@ def test_a_bert_that_is_written_otherwise_gives_the_same_weights(tmp_path, other
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in state.items())
 
 
-def test_a_tensor_that_is_not_used_is_named(tmp_path):
+def test_unused_tensors_are_named(tmp_path):
     folder = write_bert(tmp_path)
     more = {"bert.encoder.layer.1.attention.self.distance_embedding.weight": torch.ones(3, 3), "cls.seq_relationship.bias":
             torch.ones(2), "cls.predictions.decoder.weight": torch.ones(len(VOCAB), 12)}
@@ -324,7 +324,7 @@ def test_a_tensor_that_is_not_used_is_named(tmp_path):
     assert unused == ["blocks.0.transformer.layers.0.attention.self.distance_embedding.weight", "cls", "mlm.weight", "pooler"]
 
 
-def test_files_of_a_bert_are_read_as_utf_8_whatever_the_locale(tmp_path):
+def test_a_berts_files_are_read_as_utf_8_in_any_locale(tmp_path):
     folder = write_bert(tmp_path)
     (folder / "config.json").write_text(json.dumps({**DIMS, "id2label": {"0": "\u00dcberraschung"}}, ensure_ascii=False), "utf-8")
     (folder / "tokenizer_config.json").write_text('{"name_or_path": "\u00fc"}', "utf-8")
@@ -352,7 +352,7 @@ def tokens(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).tokens
 
 
-def test_the_vocabulary_tells_whether_a_bert_reads_capitals_and_accents(tmp_path):
+def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     text = "Paris Z\u00fcrich ab"
     spelled = ["z", "##u", "##r", "##i", "##c", "##h"]
     plain = tokens(vocabulary(tmp_path), text)
@@ -364,7 +364,7 @@ def test_the_vocabulary_tells_whether_a_bert_reads_capitals_and_accents(tmp_path
     assert tokens(stray, text) == plain
 
 
-def test_a_vocabulary_that_is_trained_here_is_read_back_in_lower_case_and_without_accents(tmp_path):
+def test_a_vocabulary_trained_here_is_read_back_as_lower_case_without_accents(tmp_path):
     """Of any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
     texts = ["\u1f08\u03b8\u03ae\u03bd\u03b1\u03b9 \u0419\u043e\u0448\u043a\u0430\u0440 \u0130stanbul "
              "\u0939\u093f\u0902\u0926\u0940 \u0645\u064e\u0643\u0651\u0629 \ud55c\uad6d Vi\u1ec7t \u10d7\u10d1 \u2160 \u212b \u1e9e \u01c5"]
@@ -375,7 +375,7 @@ def test_a_vocabulary_that_is_trained_here_is_read_back_in_lower_case_and_withou
     assert tokens(again, texts[0]) == tokens(trained, texts[0]) and "[UNK]" not in tokens(trained, texts[0])
 
 
-def test_an_empty_or_repeated_line_of_a_vocabulary_keeps_its_number_and_the_last_of_equals_is_read(tmp_path):
+def test_empty_and_repeated_lines_of_a_vocabulary_keep_their_numbers_and_the_last_repeat_wins(tmp_path):
     tokenizer = vocabulary(tmp_path, "ab", "", "cd", "ab", "")
     assert tokenizer.get_vocab_size() == len(VOCAB) + 5
     assert tokenizer.encode("ab cd", add_special_tokens=False).ids == [len(VOCAB) + 3, len(VOCAB) + 2]
@@ -426,14 +426,14 @@ DIFFER = {
 
 
 @pytest.mark.parametrize("words, edit", AGREE.values(), ids=AGREE)
-def test_a_bert_whose_files_agree_on_how_it_reads_text_is_read(tmp_path, words, edit):
+def test_a_bert_whose_files_agree_on_tokenisation_is_read(tmp_path, words, edit):
     vocabulary(write_bert(tmp_path), *words)
     edit(tmp_path)
     read_published(tmp_path, Config(n_upper=2))
 
 
 @pytest.mark.parametrize("words, edit, message", DIFFER.values(), ids=DIFFER)
-def test_a_bert_whose_files_say_that_it_reads_text_otherwise_is_refused(tmp_path, words, edit, message):
+def test_a_bert_whose_files_disagree_on_tokenisation_is_refused(tmp_path, words, edit, message):
     vocabulary(write_bert(tmp_path), *words)
     edit(tmp_path)
     with pytest.raises(data.UserError, match=message) as error:
@@ -450,7 +450,7 @@ def test_half_precision_weights_are_read_as_float32(tmp_path):
 
 
 @pytest.mark.parametrize("n_layers, n_upper, below", [(12, 8, 4), (6, 1, 5)])
-def test_the_layers_above_the_first_memory_layer_are_the_presets_the_others_lie_below(tmp_path, n_layers, n_upper, below):
+def test_the_preset_decides_how_many_of_berts_layers_are_above_the_first_memory_layer(tmp_path, n_layers, n_upper, below):
     write_bert(tmp_path, random_bert({**DIMS, "num_hidden_layers": n_layers}))
     config, _, _, _ = read_published(tmp_path, Config(n_upper=n_upper, n_blocks=2))
     assert (config.n_initial, config.n_upper, config.n_blocks) == (below, n_upper, 1)
@@ -458,7 +458,7 @@ def test_the_layers_above_the_first_memory_layer_are_the_presets_the_others_lie_
 
 @pytest.mark.parametrize("n_blocks", [1, 2])
 @torch.no_grad()
-def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(tmp_path, capsys, n_blocks):
+def test_batch_tome_started_from_a_bert_computes_the_same_as_that_bert_without_memory(tmp_path, capsys, n_blocks):
     tensors = random_bert(mlm=n_blocks == 1)
     folder = write_bert(tmp_path / "bert", tensors)
     config = Config(dropout=0.0, key_dim=4, value_dim=4, coref_dim=4, n_upper=2)
@@ -475,7 +475,7 @@ def test_batch_tome_started_from_a_bert_reads_without_memory_as_that_bert_does(t
     assert ("mlm" in capsys.readouterr().out) == (n_blocks == 2)
 
 
-def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_once(tmp_path, monkeypatch):
+def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(tmp_path, monkeypatch):
     """Four steps with memory_from .5, interrupted and resumed after the third. The memory is used from the third step on,
     and the query and key layers are set just before it."""
     write_bert(tmp_path / "bert", random_bert())
@@ -508,7 +508,7 @@ def test_a_bert_first_learns_its_markers_without_the_memory_and_is_fitted_to_it_
     assert train.main(command) == 0
     assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is done again
 
-def test_a_corpus_cannot_be_made_again_without_the_vocabulary_of_its_bert(tmp_path, monkeypatch, capsys):
+def test_a_corpus_cannot_be_rebuilt_without_the_vocabulary_of_its_bert(tmp_path, monkeypatch, capsys):
     write_bert(tmp_path / "bert", random_bert())
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "cluster": 8, "log_every": 9, "eval_mentions": 4})
     command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
@@ -578,7 +578,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
-def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, damage, message):
+def test_an_unusable_checkpoint_is_refused_in_one_sentence(tmp_path, damage, message):
     damage(write_bert(tmp_path / "bert"))
     with pytest.raises(data.UserError, match=message) as error:
         read_published(tmp_path / "bert", Config(n_upper=2))
@@ -586,7 +586,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_in_one_sentence(tmp_path, d
     assert not (tmp_path / "bert" / "harm").exists()
 
 
-def test_a_safetensors_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
+def test_a_truncated_safetensors_file_is_refused_in_one_sentence(tmp_path):
     write_bert(tmp_path, kind="safetensors")
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
@@ -622,14 +622,14 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
 
 
-def test_init_from_what_is_no_bert_says_so_before_anything_is_made(tmp_path, capsys):
+def test_init_from_a_folder_without_a_bert_is_refused_before_anything_is_written(tmp_path, capsys):
     assert train.main(["--stage", "batch-tome", "--init", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "neither model.safetensors nor" in error
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dimension_that_the_bert_decides_cannot_be_set(tmp_path, capsys):
+def test_a_dimension_set_by_the_bert_cannot_be_changed(tmp_path, capsys):
     bert, corpus = write_bert(tmp_path / "bert", random_bert()), write_corpus(tmp_path / "corpus.jsonl")
     command = ["--stage", "memory", "--init", str(bert), "--corpus", str(corpus), "--out", str(tmp_path / "run")]
     assert train.main([*command, "--hidden", "24"]) == 1
@@ -677,7 +677,7 @@ def n_parameters(*modules):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_blocks", [1, 2])
-def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes_a_training_step(n_blocks, tmp_path):
+def test_the_base_preset_has_the_papers_220_million_parameters_and_takes_a_training_step(n_blocks, tmp_path):
     run, _ = train.settle(train.parse_arguments(["--stage", "tome", "--preset", "base", "--blocks", str(n_blocks),
                                                  "--out", str(tmp_path / "run")]))
     settings, config = run.settings, run.config
@@ -718,7 +718,7 @@ def test_the_base_preset_is_the_papers_model_of_220_million_parameters_and_takes
 
 @pytest.mark.parametrize("init, kind, lower", [(None, "batch-tome", 1), (None, "tome", 1), ("BERT", "tome", .25),
                                               (None, "qa", .25), (None, "claims", .25)])
-def test_what_lies_below_the_memory_learns_slower_where_it_comes_trained(init, kind, lower):
+def test_layers_below_the_memory_learn_more_slowly_if_they_were_already_trained(init, kind, lower):
     model = TOME(Config(vocab_size=50, hidden=12, n_heads=3, intermediate=20, n_initial=2, n_upper=2))
     run = SimpleNamespace(settings=train.Settings(lower_lr_scale=.25), init=init)
     scale_of = {id(p): group["scale"] for group in train.optimizer_for(run, model, kind).param_groups for p in group["params"]}

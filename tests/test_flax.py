@@ -258,7 +258,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
 
 @needs_files
 @pytest.mark.parametrize("name", ["batch_tome", "tome1", "tome2"])
-def test_exported_back_and_read_again_all_has_the_same_bits(name, tmp_path):
+def test_their_weights_exported_and_read_again_are_bit_identical(name, tmp_path):
     config, state, _, unused = read_published(FLAX / name / "weights/step3", Config())
     original = unpack((FLAX / name / "weights/step3").read_bytes())
     written = exported(state, config)
@@ -274,14 +274,14 @@ def test_exported_back_and_read_again_all_has_the_same_bits(name, tmp_path):
     assert all(torch.equal(state[key], state_again[key]) for key in state)
 
 @pytest.mark.parametrize("blocks", [0, 1, 2], ids=["BATCH-TOME", "TOME-1", "TOME-2"])
-def test_our_own_weights_written_as_theirs_are_read_with_the_same_bits(blocks, tmp_path):
+def test_our_weights_written_in_their_format_are_read_bit_identically(blocks, tmp_path):
     config, state = random_tome(blocks) if blocks else random_batch_tome()
     (tmp_path / "step1").write_bytes(pack(exported(state, config)))
     read, again, _, unused = read_published(tmp_path / "step1", Config(k=8, dropout=0.0, init_std=0.2))
     assert read == config and not unused and again.keys() == state.keys()
     assert all(torch.equal(state[key], again[key]) for key in state)
 
-def test_a_training_checkpoint_has_heads_beside_and_an_optimizer_around_it(tmp_path):
+def test_a_training_checkpoint_with_heads_and_optimizer_state_is_read(tmp_path):
     config, state = random_batch_tome()
     arrays = {f"params/encoder/{path}": array for path, array in exported(state, config).items()}
     rng = np.random.default_rng(0)
@@ -300,7 +300,7 @@ def test_a_training_checkpoint_has_heads_beside_and_an_optimizer_around_it(tmp_p
 
 
 @pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
-def test_a_tome_2_whose_blocks_differ_in_depth_is_refused_with_both_depths(depths, tmp_path):
+def test_a_tome_2_with_blocks_of_different_depths_is_refused_with_both_depths(depths, tmp_path):
     """The public code's own test has blocks of 1 and 2 layers."""
     config, state = random_tome(2)
     config.n_upper = 2 * max(depths)
@@ -314,7 +314,7 @@ def test_a_tome_2_whose_blocks_differ_in_depth_is_refused_with_both_depths(depth
     with pytest.raises(data.UserError, match="two blocks have {} and {} layers".format(*depths)):
         read_published(tmp_path / "tome", Config())
 
-def test_every_published_tensor_that_is_not_used_is_named(tmp_path):
+def test_every_unused_published_tensor_is_named(tmp_path):
     config, state = random_batch_tome()
     one = np.ones(3, np.float32)
     more = {"final_encoder/layer_sequence/layers_0/mlp_block/gate/kernel": np.ones((3, 3), np.float32),
@@ -360,7 +360,7 @@ DAMAGES = {
 }
 
 @pytest.mark.parametrize("content", DAMAGES.values(), ids=DAMAGES)
-def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(content, tmp_path):
+def test_an_unusable_file_is_refused_in_one_sentence(content, tmp_path):
     path = tmp_path / "step1"
     path.write_bytes(content)
     with pytest.raises(data.UserError) as error:
@@ -368,7 +368,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(content, tmp_path
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     assert len(str(error.value)) < 300 + len(str(path))
 
-def test_a_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
+def test_a_truncated_file_is_refused_in_one_sentence(tmp_path):
     whole, path = changed(), tmp_path / "step1"
     for length in [*range(0, 60), *np.linspace(60, len(whole) - 1, 40).astype(int)]:
         path.write_bytes(whole[:length])
@@ -377,7 +377,7 @@ def test_a_file_cut_anywhere_is_refused_in_one_sentence(tmp_path):
     path.write_bytes(whole)
     read_published(path, Config())
 
-def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refused(tmp_path):
+def test_a_file_with_a_changed_byte_is_read_or_refused_in_one_sentence(tmp_path):
     whole, path, rng = changed(), tmp_path / "step1", np.random.default_rng(0)
     for at in [*range(80), *rng.integers(0, len(whole), 150)]:
         damaged = bytearray(whole)
@@ -388,7 +388,7 @@ def test_a_file_with_any_byte_of_its_names_and_headers_changed_is_read_or_refuse
         except data.UserError as error:
             assert "\n" not in str(error)
 
-def test_without_msgpack_one_sentence_names_it(tmp_path, monkeypatch):
+def test_if_msgpack_is_missing_one_sentence_names_it(tmp_path, monkeypatch):
     (tmp_path / "step1").write_bytes(changed())
     monkeypatch.setitem(sys.modules, "msgpack", None)
     with pytest.raises(data.UserError, match="msgpack"):
@@ -427,7 +427,7 @@ def run(*words):
     assert train.main([*words, "--device", "cpu"]) == 0
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(tmp_path, blocks,
+def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretraining(tmp_path, blocks,
                                                                                 capsys):
     init, state = write_init(tmp_path / "init", n_upper=4)
     config, tome = random_tome(blocks)
@@ -465,7 +465,7 @@ def test_published_files_write_a_memory_and_are_fine_tuned_without_any_training(
     run("--stage", "memory", "--out", str(out))
     assert "taken as trained" not in capsys.readouterr().out    # everything is there already
 
-def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path):
+def test_a_published_tome_is_trained_further_for_the_given_number_of_steps(tmp_path):
     init, _ = write_init(tmp_path / "init", n_upper=4)
     config, tome = random_tome(1)
     (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
@@ -475,7 +475,7 @@ def test_a_published_tome_is_trained_on_for_as_many_steps_as_are_named(tmp_path)
     saved = train.read_checkpoint(Path(out) / "tome-1.pt")
     assert saved["plan"].steps == 2 and saved["about"]["finished"]
 
-def test_a_published_file_decides_what_its_shapes_tell_and_nothing_else(tmp_path):
+def test_a_published_file_determines_only_the_settings_that_its_shapes_tell(tmp_path):
     """Their k_top_device, for example, describes a device, and dropout a training."""
     init, _ = write_init(tmp_path / "init")
     (tmp_path / "init" / "config.json").write_text('{"model_config": {"encoder_config": {"k_top_device": 2}}}')
@@ -491,7 +491,7 @@ def test_a_published_file_decides_what_its_shapes_tell_and_nothing_else(tmp_path
     ("a TOME", "give a TOME to --stage tome --start"), ("no vocab.txt", "put the vocab.txt"),
     ("another vocab.txt", "has 96 entries"), ("a cut file", "cannot be read"),
     ("a pickle", "cannot be read"), ("nothing there", "cannot be read")])
-def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, wrong, message,
+def test_an_unusable_init_is_refused_before_anything_is_written(tmp_path, wrong, message,
                                                                      capsys):
     init, _ = write_init(tmp_path / "init")
     file, vocab = Path(init), tmp_path / "init" / "vocab.txt"
@@ -518,7 +518,7 @@ def test_an_init_that_cannot_be_used_says_so_before_anything_is_made(tmp_path, w
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
                                             ("a TOME-2", "contains no TOME of these dimensions"),
                                             ("scratch", "leave --start out")])
-def test_a_start_of_another_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
+def test_a_start_file_of_the_wrong_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
     init, _ = write_init(tmp_path / "init", n_upper=4)
     config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
     (tmp_path / "start").write_bytes(pack(exported(state, config)))

@@ -194,7 +194,7 @@ def top_allowed(z, queries, passages, k, memory_passage="in/memory_identifiers")
 # Transformer and MLM head
 
 
-def test_a_transformer_block_gives_the_public_codes_output_and_gradients_on_padded_passages():
+def test_a_transformer_block_matches_the_public_code_on_padded_passages_with_gradients():
     z = golden("transformer")
     block = load(TransformerBlock(CONFIG, 2), transformer(z, "param", ""))
     x, mask = z["in/encoding"].requires_grad_(), z["in/attention_mask"] > 0
@@ -205,7 +205,7 @@ def test_a_transformer_block_gives_the_public_codes_output_and_gradients_on_padd
                    {"x": z["grad/in_encoding"], **transformer(z, "grad_param", "")})
 
 
-def test_the_mlm_head_gives_the_public_codes_logits_and_loss():
+def test_the_mlm_head_matches_the_public_codes_logits_and_loss():
     z = golden("mlm_head")
     head = load(MLMHead(CONFIG), mlm_head(z, "param/", ""))
     positions = z["in/mlm_target_positions"].long()
@@ -232,7 +232,7 @@ def attend(z, memory, k=8, k_shard=None, device=None, anyones=False):
 
 
 @pytest.mark.parametrize("case, k", [("disallow", 8), ("allow", 8), ("post4", 4), ("all_disallowed", 8)])
-def test_memory_attention_with_their_rule_of_removal_gives_their_ids_weights_and_output(case, k):
+def test_memory_attention_with_their_removal_rule_matches_their_ids_weights_and_output(case, k):
     z = golden("memory_attention")
     passage = "in/memory_identifiers" if case != "all_disallowed" else "all_disallowed/in_memory_identifiers"
     layer, H, mentions, M, found = attend(z, memory_of(z, None, RemovedAfterwards, passage), k, anyones=case == "allow")
@@ -260,7 +260,7 @@ def test_memory_attention_with_their_rule_of_removal_gives_their_ids_weights_and
                        {"H": z["disallow/grad_in_encoding"], **memory_attention(z, "disallow/grad_param/", "")})
 
 
-def test_over_the_whole_memory_removal_before_and_after_are_the_same_and_give_their_output():
+def test_over_the_whole_memory_both_removal_rules_agree_and_match_their_output():
     z = golden("memory_attention")
     _, _, mentions, M, found = attend(z, memory_of(z), k=64)
     same_forward("memory attention", M, z["full_memory/encoding"])
@@ -336,7 +336,7 @@ def two_processes(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["k_half_per_device", "k_per_device_post_k"])
-def test_two_processes_find_in_their_two_shards_what_two_devices_of_the_public_code_find(case, two_processes):
+def test_two_processes_find_what_two_devices_of_the_public_code_find(case, two_processes):
     z = golden("memory_attention_two_devices")
     for device, results in enumerate(two_processes):
         M, scores, ids, entity, weights = results[case, "theirs"]
@@ -365,7 +365,7 @@ def test_two_processes_find_in_their_two_shards_what_two_devices_of_the_public_c
             assert ids[m].tolist() == [i for _, i in sorted(pool, reverse=True)[:8]]
 
 
-def test_two_processes_shares_of_the_coreference_loss_are_the_two_devices_sums(two_processes):
+def test_two_processes_shares_of_the_coreference_loss_match_the_two_devices_sums(two_processes):
     z = golden("coreference")
     shares, grads = zip(*(results["coreference"] for results in two_processes))
     counted = z["two_devices/denominator"].sum()
@@ -379,7 +379,7 @@ def test_two_processes_shares_of_the_coreference_loss_are_the_two_devices_sums(t
 # The losses
 
 
-def test_coreference_loss_and_gradient_are_the_public_codes_with_padding_and_unlinked_mentions():
+def test_coreference_loss_and_gradient_match_the_public_code_with_padding_and_unlinked_mentions():
     z = golden("coreference")
     encodings, entity = z["in/mention_encodings"].requires_grad_(), z["in/mention_target_ids"].long()
     loss = coreference_loss(encodings, entity, z["in/mention_batch_positions"].long())
@@ -391,7 +391,7 @@ def test_coreference_loss_and_gradient_are_the_public_codes_with_padding_and_unl
 
 
 @pytest.mark.parametrize("case", ["no_positive", "no_negative"])
-def test_coreference_loss_is_zero_and_finite_where_there_is_no_positive_or_no_negative(case):
+def test_coreference_loss_is_zero_and_finite_if_there_is_no_positive_or_no_negative(case):
     z = golden("coreference")
     encodings = z["in/mention_encodings"].requires_grad_()
     loss = coreference_loss(encodings, z[f"{case}/in_ids"].long(), z["in/mention_batch_positions"].long())
@@ -400,7 +400,7 @@ def test_coreference_loss_is_zero_and_finite_where_there_is_no_positive_or_no_ne
     assert not encodings.grad.any()
 
 
-def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss_and_not_in_theirs():
+def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss_but_not_in_theirs():
     z = golden("coreference")
     encodings, passage = z["in/mention_encodings"], z["in/mention_batch_positions"].long()
     entity = torch.full_like(passage, 7)
@@ -424,7 +424,7 @@ def their_entity_loss(ours, n_counted, n_linked):
     return (ours * n_counted - np.log(1e-10) * (n_linked - n_counted)) / n_linked
 
 
-def test_entity_prediction_loss_is_theirs_but_for_mentions_with_nothing_retrieved():
+def test_entity_prediction_loss_matches_theirs_except_for_mentions_that_retrieved_nothing():
     z = golden("entity_prediction")
     scores, classes = z["in/logits"].requires_grad_(), z["in/classes"].long()
     same_forward("entity prediction", attention_weights(scores), z["in/probs"])
@@ -440,7 +440,7 @@ def test_entity_prediction_loss_is_theirs_but_for_mentions_with_nothing_retrieve
     same_gradients("entity prediction", {"scores": scores.grad * n}, {"scores": p * (g - (p * g).sum(1, keepdim=True))})
 
 
-def test_the_answer_is_the_entity_of_the_largest_sum_not_of_the_largest_single_memory():
+def test_the_answer_is_the_entity_with_the_largest_sum_not_the_largest_single_memory():
     z = golden("entity_prediction")
     linked = z["in/weights"] > 0
     answer = predict_entity(z["in/logits"], z["in/classes"].long())
@@ -459,7 +459,7 @@ def fold(first, second):
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gradient(blocks):
+def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_gradient(blocks):
     z, name = golden(f"tome{blocks}"), f"TOME-{blocks}"
     batch, memory = batch_of(z), memory_of(z, kind=RemovedAfterwards)
     real, targets = z["in/mention_mask"] > 0, z["in/mention_target_weights"] > 0
@@ -526,7 +526,7 @@ def test_tome_gives_their_hidden_states_retrieval_logits_total_loss_and_every_gr
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @torch.no_grad()
-def test_tome_with_our_removal_differs_from_theirs_exactly_where_they_lost_places(blocks):
+def test_tome_with_our_removal_rule_differs_from_theirs_only_where_they_lost_places(blocks):
     z = golden(f"tome{blocks}")
     batch, real = batch_of(z), z["in/mention_mask"] > 0
     tome = load(new_tome(blocks), tome_state(z, blocks))
@@ -546,7 +546,7 @@ def test_tome_with_our_removal_differs_from_theirs_exactly_where_they_lost_place
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_batch_tome_reads_twice_as_the_public_encoder_does(blocks):
+def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
     z, name, case = golden(f"batch_tome{blocks}"), f"BATCH-TOME, {blocks} block" + "s" * (blocks - 1), "disallow_fixed"
     batch = batch_of(z)
     assert batch.unmasked is batch.tokens               # as theirs: both reads are of the masked text
@@ -604,7 +604,7 @@ def test_batch_tome_reads_twice_as_the_public_encoder_does(blocks):
 
 
 @pytest.mark.parametrize("example", [0, 1, 2])
-def test_entity_markers_stand_where_the_public_code_puts_them(example):
+def test_entity_markers_are_where_the_public_code_puts_them(example):
     z = {key.split("/")[-1]: value.numpy() for key, value in golden("entity_markers").items() if f"e{example}/" in key}
     special = {data.E_START: 1, data.E_END: 2, data.CLS: 998, data.SEP: 999}
     n_mentions, n_dropped = 0, 0

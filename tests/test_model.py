@@ -51,7 +51,7 @@ def attention_by_hand(H, layer, keys, values, passages, k):
 
 
 @pytest.mark.parametrize("n_upper, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
-def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memory_layer_twice(n_upper, sources):
+def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_memory_layer(n_upper, sources):
     one = TOME(replace(TINY, n_upper=n_upper, n_blocks=1))
     two = TOME(replace(TINY, n_upper=n_upper))
     two.load_state_dict(split_into_blocks(one.state_dict(), two.config))
@@ -71,7 +71,7 @@ def test_tome_2_starts_with_the_layers_of_batch_tome_in_their_order_and_its_memo
 
 
 @torch.no_grad()
-def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
+def test_a_passages_output_does_not_depend_on_longer_passages_in_the_batch():
     torch.manual_seed(3)
     tome = TOME(TINY)
     tokens, lengths = torch.randint(1, 40, (4, 9)), [9, 4, 1, 6]
@@ -85,7 +85,7 @@ def test_a_passage_reads_the_same_alone_and_beside_longer_ones():
 
 @pytest.mark.parametrize("by_entity", [False, True])
 @torch.no_grad()
-def test_fitted_keys_are_white_and_queries_find_their_own_or_their_entitys_mean_key_by_ridge_regression(by_entity):
+def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_or_their_entitys_mean_key(by_entity):
     torch.manual_seed(5)
     model = BatchTOME(TOME(replace(TINY, max_positions=40)))
     tome, batches = model.tome, [read_batch(seed) for seed in range(40)]
@@ -120,7 +120,7 @@ def test_fitted_keys_are_white_and_queries_find_their_own_or_their_entitys_mean_
         np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
 
 
-def test_until_the_fit_a_mention_reads_its_own_value_from_the_unmasked_text_without_gradient_to_it():
+def test_in_reading_practice_a_mention_gets_its_own_value_from_the_unmasked_text():
     torch.manual_seed(3)
     model = BatchTOME(TOME(replace(TINY, n_blocks=1, max_positions=40))).eval()
     batch = read_batch(0)
@@ -136,7 +136,7 @@ def test_until_the_fit_a_mention_reads_its_own_value_from_the_unmasked_text_with
     torch.testing.assert_close(H, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_positions_begin_as_sinusoids_of_the_size_of_the_other_embeddings():
+def test_position_embeddings_start_as_sinusoids_scaled_like_the_other_embeddings():
     model = BatchTOME(TOME(TINY))
     start_positions(model)
     position, std = model.tome.embeddings.position.weight.detach(), TINY.init_std
@@ -172,7 +172,7 @@ def test_span_encoding_is_a_projection_of_start_and_end_eq_1():
 
 @pytest.mark.parametrize("kind", ["whole corpus, top 5", "batch, all of it"])
 @torch.no_grad()
-def test_memory_attention_is_eq_6_to_9_without_the_own_passage(kind):
+def test_memory_attention_follows_eq_6_to_9_and_excludes_the_mentions_own_passage(kind):
     torch.manual_seed(1)
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
     if kind.startswith("whole"):
@@ -185,7 +185,7 @@ def test_memory_attention_is_eq_6_to_9_without_the_own_passage(kind):
     assert torch.allclose(found.weights.sum(-1), torch.ones(6))
 
 
-def test_given_memories_are_of_the_mentions_own_entity_and_of_other_passages():
+def test_given_memories_share_the_mentions_entity_and_come_from_other_passages():
     torch.manual_seed(1)
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
     given = GivenMemory(table, 50)
@@ -206,7 +206,7 @@ def test_given_memories_are_of_the_mentions_own_entity_and_of_other_passages():
     assert (found.ids[3:5] >= 0).any() and not found.value.requires_grad        # queries learn nothing from it
 
 @pytest.mark.parametrize("n_search", [None, 40])        # of 89 buckets
-def test_a_search_stays_in_float32_where_training_computes_in_bfloat16(n_search):
+def test_a_search_stays_in_float32_under_bfloat16_autocast(n_search):
     torch.manual_seed(0)
     keys, query = torch.randn(500, 16), torch.randn(20, 16)
     ids = torch.arange(500)
@@ -221,7 +221,7 @@ def test_a_search_stays_in_float32_where_training_computes_in_bfloat16(n_search)
         assert set(found.ids[m].tolist()) & set(best) and min(found.ids[m]) >= 0
         assert found.scores[m].tolist() == pytest.approx([scores[i] for i in found.ids[m].tolist()], abs=1e-5)
 
-def test_where_only_some_mentions_are_given_memories_the_others_search():
+def test_mentions_that_are_not_given_memories_search_for_them():
     torch.manual_seed(1)
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
     given = GivenMemory(table, 50)
@@ -244,7 +244,7 @@ def test_where_only_some_mentions_are_given_memories_the_others_search():
 
 
 @torch.no_grad()
-def test_a_mention_that_is_allowed_nothing_adds_nothing():
+def test_a_mention_without_an_allowed_memory_gets_no_update():
     torch.manual_seed(1)
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of(4)
     table.passage[:] = 7                                                    # the passage of mentions 0, 1, 2
@@ -256,7 +256,7 @@ def test_a_mention_that_is_allowed_nothing_adds_nothing():
     torch.testing.assert_close(M, layer.norm(H))
 
 
-def test_the_table_of_entities_is_attended_to_as_a_whole_but_for_no_entity():
+def test_the_entity_table_is_attended_to_as_a_whole_except_row_0():
     table = EntityTable(replace(TINY, n_entities=4))
     query = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
     found = table.attend(query)
@@ -269,7 +269,7 @@ def test_the_table_of_entities_is_attended_to_as_a_whole_but_for_no_entity():
     assert table.keys.grad.abs().sum() > 0 and table.values.grad.abs().sum() > 0
 
 
-def test_no_gradient_reaches_the_frozen_memory_but_the_query_learns():
+def test_the_query_gets_a_gradient_and_the_frozen_memory_gets_none():
     torch.manual_seed(1)
     layer, table = MemoryAttention(TINY), memory_of()
     before = table.keys.clone(), table.values.clone()
@@ -280,7 +280,7 @@ def test_no_gradient_reaches_the_frozen_memory_but_the_query_learns():
     assert torch.equal(before[0], table.keys) and torch.equal(before[1], table.values)
 
 
-def test_the_batch_memory_carries_gradient_to_keys_and_values():
+def test_the_batch_memory_passes_gradients_to_keys_and_values():
     torch.manual_seed(1)
     table = memory_of()
     keys, values = table.keys.clone().requires_grad_(), table.values.clone().requires_grad_()
@@ -289,7 +289,7 @@ def test_the_batch_memory_carries_gradient_to_keys_and_values():
     assert keys.grad.abs().sum() > 0 and values.grad.abs().sum() > 0
 
 
-def test_what_a_passage_reads_does_not_depend_on_its_padding_or_its_neighbours():
+def test_what_a_passage_retrieves_does_not_depend_on_padding():
     torch.manual_seed(0)
     model = BatchTOME(TOME(TINY)).eval()
     tokens = torch.randint(5, 40, (3, 9))
@@ -302,7 +302,7 @@ def test_what_a_passage_reads_does_not_depend_on_its_padding_or_its_neighbours()
     torch.testing.assert_close(H, H2[:, :9], atol=1e-5, rtol=1e-5)
 
 
-def test_a_block_reads_passages_of_all_lengths_as_each_alone():
+def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_has_alone():
     """Gradients too. Of 190 places of padding 26 are computed: encoder.Packing."""
     torch.manual_seed(0)
     block = TransformerBlock(TINY, 2).eval()
@@ -321,7 +321,7 @@ def test_a_block_reads_passages_of_all_lengths_as_each_alone():
         torch.testing.assert_close(gradient, p.grad, atol=1e-3, rtol=1e-3)
 
 
-def test_coreference_loss_is_the_mean_of_cross_entropies_over_positives_app_a2():
+def test_coreference_loss_is_the_mean_cross_entropy_over_positives_app_a2():
     torch.manual_seed(0)
     z = torch.randn(12, 4, requires_grad=True)
     entity = torch.tensor([1, 1, 2, 2, 1, 3, 0, 0, 4, 2, 1, 4])
@@ -367,7 +367,7 @@ def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_
     assert torch.isfinite(scores.grad).all() and (scores.grad[2:] == 0).all()
 
 
-def test_nothing_retrieved_anywhere_is_a_loss_of_zero():
+def test_entity_prediction_loss_is_zero_if_nothing_was_retrieved():
     scores = torch.full((3, 4), -torch.inf, requires_grad=True)
     loss = entity_prediction_loss(scores, torch.zeros(3, 4, dtype=torch.long), torch.tensor([1, 2, 0]))
     loss.backward()
@@ -389,14 +389,14 @@ def test_the_answer_is_the_entity_with_the_largest_sum_of_weights_eq_10():
         assert answer[m] == best
 
 
-def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_and_zero_without_any():
+def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_or_zero_if_there_are_none():
     logits, target = torch.randn(5, 7), torch.tensor([0, 6, 2, 2, 1])
     by_hand = -np.mean([(logits[i] - logits[i].logsumexp(0))[t].item() for i, t in enumerate(target)])
     assert mlm_loss(logits, target).item() == pytest.approx(by_hand, abs=1e-6)
     assert mlm_loss(torch.empty(0, 7), torch.empty(0, dtype=torch.long)) == 0
 
 
-def test_scores_are_float32_where_training_computes_in_bfloat16():
+def test_scores_are_float32_under_bfloat16_autocast():
     """Scores of about 50, whose last digits bfloat16 would drop: the weights of eq. 7 are their exponentials."""
     g, memory = torch.Generator().manual_seed(0), memory_of()
     memory.keys += 4
@@ -414,7 +414,7 @@ def test_scores_are_float32_where_training_computes_in_bfloat16():
     assert torch.allclose(loss, coreference_loss(memory.keys, memory.entity, memory.passage), rtol=1e-6)
 
 
-def test_buckets_are_made_again_only_where_keys_or_passages_change():
+def test_buckets_are_rebuilt_only_if_keys_or_passages_change():
     memory = memory_of().changed(n_search=2)
     memory.search(memory.keys[:1], 1, None)                                 # makes them
     assert memory.shuffled().index is memory.index                          # only the values are another row's
@@ -423,7 +423,7 @@ def test_buckets_are_made_again_only_where_keys_or_passages_change():
         assert changed.index is None is not memory.index
 
 
-def test_memory_controls_select_sample_shuffle_and_group():
+def test_sample_shuffled_and_by_article_change_only_what_they_should():
     table = memory_of()
     assert len(table.sample(0)) == 0
     half = table.sample(0.5)
