@@ -10,7 +10,7 @@
 
 The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before there is
 retrieval), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method
-`attend`. Only a search uses its arguments k and k_shard. M mentions attend to a memory of N rows,
+`attend`. Only searches use the arguments k and k_shard. M mentions attend to a memory of N rows,
 and each mention retrieves K rows."""
 import copy
 import shutil
@@ -32,9 +32,9 @@ BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
-    """What M mentions retrieve: K memories each, the best first after a search. If a search
-    finds fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted;
-    an excluded row has score -inf but keeps its id and entity."""
+    """What M mentions retrieve: K memories each, the best first after a search. If a search finds
+    fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted; an
+    excluded row has score -inf but keeps its id and entity."""
     scores: torch.Tensor            # (M, K) query · key, with gradient except from GivenMemory
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt

@@ -78,7 +78,7 @@ class TOME(nn.Module):
         return self.mlm(H[is_target], self.embeddings.word.weight)
 
 class BatchTOME(nn.Module):
-    """The Mention Encoder and, with the same Transformer, TOME over a batch's own mentions (§2.3)."""
+    """The Mention Encoder and TOME over the batch's mentions (§2.3). They share weights (§4.1)."""
     def __init__(self, tome):
         super().__init__()
         self.config = config = tome.config

@@ -31,7 +31,7 @@ DIMS = {"vocab_size": len(VOCAB), "hidden_size": 12, "num_hidden_layers": 3, "nu
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A BERT, written down a second time
+# A second implementation of BERT
 
 
 def random_bert(dims=DIMS, mlm=True, seed=0):
@@ -59,7 +59,7 @@ def random_bert(dims=DIMS, mlm=True, seed=0):
         linear(p + "intermediate.dense", f, d)
         linear(p + "output.dense", d, f)
         norm(p + "output")
-    linear("pooler.dense", d, d)                                # there, and of no use to us
+    linear("pooler.dense", d, d)                                # published, but not used
     if mlm:
         linear("cls.predictions.transform.dense", d, d)
         norm("cls.predictions.transform")
@@ -118,7 +118,7 @@ def write_safetensors(path, tensors):
 
 
 def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_names=False):
-    """A folder as they are published."""
+    """Writes the folder of a BERT as it is published."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dims))
     (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
@@ -167,7 +167,7 @@ def read(folder):
 
 
 def read_by(layer, H, mask):
-    """H as a block of this one layer reads it."""
+    """The output of a block with only this layer."""
     block = TransformerBlock(Config(), 0)
     block.layers.append(layer)
     return block(H, mask)
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_any_published_layout_gives_berts_hidden_states(tmp_path
 
 
 class Malicious:
-    """Unpickling it would make a file."""
+    """Unpickling it would create a folder."""
     def __init__(self, path):
         self.path = str(path)
 
@@ -271,7 +271,7 @@ def half_a_bin(folder):
 
 
 def rename(change):
-    """Writes the folder's pytorch_model.bin again with other names of tensors."""
+    """Rewrites the folder's pytorch_model.bin with renamed tensors."""
     def edit(folder):
         tensors = torch.load(folder / "pytorch_model.bin")
         torch.save({change(name): tensor for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
@@ -279,7 +279,7 @@ def rename(change):
 
 
 def edit_bin(change):
-    """Writes the folder's pytorch_model.bin again as change(tensors)."""
+    """Rewrites the folder's pytorch_model.bin as change(tensors)."""
     return lambda folder: torch.save(change(torch.load(folder / "pytorch_model.bin")), folder / "pytorch_model.bin")
 
 
@@ -336,7 +336,7 @@ def test_a_berts_files_are_read_as_utf_8_in_any_locale(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a BERT reads text
+# Tokenisation
 
 
 CASED = [c.upper() for c in LETTERS] + ["Paris", "##S"]
@@ -360,12 +360,12 @@ def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     assert tokens(vocabulary(tmp_path, *CASED), text) == ["Paris", "[UNK]", "a", "##b"]        # no word has this accent
     assert tokens(vocabulary(tmp_path, *ACCENTS), text) == ["p", "##a", "##r", "##i", "##s", "z\u00fcrich", "a", "##b"]
     assert tokens(vocabulary(tmp_path, *CASED, *ACCENTS, "Z\u00fcrich"), text) == ["Paris", "Z\u00fcrich", "a", "##b"]
-    stray = vocabulary(tmp_path, *(f"w{i}" for i in range(2000)), "I", "\u00fc")              # as BERT's Chinese words
+    stray = vocabulary(tmp_path, *(f"w{i}" for i in range(2000)), "I", "\u00fc")              # as in the Chinese BERT
     assert tokens(stray, text) == plain
 
 
 def test_a_vocabulary_trained_here_is_read_back_as_lower_case_without_accents(tmp_path):
-    """Of any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
+    """In any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
     texts = ["\u1f08\u03b8\u03ae\u03bd\u03b1\u03b9 \u0419\u043e\u0448\u043a\u0430\u0440 \u0130stanbul "
              "\u0939\u093f\u0902\u0926\u0940 \u0645\u064e\u0643\u0651\u0629 \ud55c\uad6d Vi\u1ec7t \u10d7\u10d1 \u2160 \u212b \u1e9e \u01c5"]
     trained = data.train_tokenizer(texts, 500)
@@ -481,7 +481,7 @@ def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(
     write_bert(tmp_path / "bert", random_bert())
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
                                                "save_every": 1, "eval_mentions": 4})
-    asked, fitted = [], []          # coreference is asked twice a step before the fit, then once
+    asked, fitted = [], []          # coreference runs twice per step before the fit, then once
     coref, fit, save = train.coreference_loss, train.fit_retrieval, torch.save
 
     def watched_coref(*args):
@@ -506,7 +506,7 @@ def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(
     assert train.main(command) == 130
     monkeypatch.setattr(torch, "save", save)
     assert train.main(command) == 0
-    assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is done again
+    assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is repeated
 
 def test_a_corpus_cannot_be_rebuilt_without_the_vocabulary_of_its_bert(tmp_path, monkeypatch, capsys):
     write_bert(tmp_path / "bert", random_bert())
@@ -523,22 +523,22 @@ def test_a_corpus_cannot_be_rebuilt_without_the_vocabulary_of_its_bert(tmp_path,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What can be wrong
+# Errors
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:68d45e\nsize 440449768\n"
 DAMAGES = {
     "no config.json": (remove("config.json"), r"No such file.*config.json"),
     "no weights": (remove("pytorch_model.bin"), "contains neither model.safetensors nor pytorch_model.bin"),
-    "config.json is no JSON": (write("config.json", b"{"), "cannot be read as a BERT"),
+    "config.json is not JSON": (write("config.json", b"{"), "cannot be read as a BERT"),
     "config.json is a list": (write("config.json", b"[]"), "cannot be read as a BERT"),
     "config.json without heads": (without("num_attention_heads"), "it has no 'num_attention_heads'"),
     "another kind of model": (change(model_type="roberta"), "its model_type is roberta, not bert"),
     "relative positions": (change(position_embedding_type="relative_key"), "its position_embedding_type is relative_key"),
     "another epsilon": (change(layer_norm_eps=0.1), "its layer_norm_eps is 0.1, not 1e-12"),
     "another activation": (change(hidden_act="relu"), "its hidden_act is relu, not gelu or .*gelu_new"),
-    "a number of heads that is no number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
-    "heads that do not divide": (change(num_attention_heads=5), "hidden size 12 is not a multiple of 5 heads"),
+    "a number of heads that is not a number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
+    "heads that do not divide the hidden size": (change(num_attention_heads=5), "hidden size 12 is not a multiple of 5 heads"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
                        "it has only 2 layers; --n-upper 2 needs at least one more"),
     "a wrong shape": (other_tensors(lambda w: w.update({"encoder.layer.0.output.dense.bias": torch.zeros(3)})),
@@ -557,12 +557,12 @@ DAMAGES = {
     "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "it has no 'mlm.bias'"),
     "whole numbers": (other_tensors(lambda w: w.update({"encoder.layer.1.output.dense.weight": torch.ones(12, 20).char()})),
                       "down.weight contains a value that is not a finite number"),
-    "numbers that are none": (other_tensors(lambda w: w["embeddings.word_embeddings.weight"].fill_(math.nan)),
+    "NaN": (other_tensors(lambda w: w["embeddings.word_embeddings.weight"].fill_(math.nan)),
                               "embeddings.word.weight contains a value that is not a finite"),
     "a sparse tensor beyond its shape": (other_tensors(lambda w: w.update({"embeddings.word_embeddings.weight":
         torch.sparse_coo_tensor([[0], [10 ** 9]], [1.0], (len(VOCAB), 12), check_invariants=False)})), "cannot be read as a BERT"),
-    "a .bin that is none": (only_bin(b"not a checkpoint"), "pytorch_model.bin is not a PyTorch file; it begins with b'not a check"),
-    "a .bin that is a page": (only_bin(b"<!DOCTYPE html>"), "pytorch_model.bin is not a PyTorch file; it begins with b'<!DOCTYPE html>'"),
+    "a .bin that is text": (only_bin(b"not a checkpoint"), "pytorch_model.bin is not a PyTorch file; it begins with b'not a check"),
+    "a .bin that is a web page": (only_bin(b"<!DOCTYPE html>"), "pytorch_model.bin is not a PyTorch file; it begins with b'<!DOCTYPE html>'"),
     "an empty .bin": (only_bin(b""), "pytorch_model.bin is not a PyTorch file; it begins with b''"),
     "a truncated .bin": (only_bin(half_a_bin), "cannot be read as a BERT"),
     "a .bin of a list": (only_bin(lambda folder: torch.save([1], folder / "x") or (folder / "x").read_bytes()),
@@ -570,7 +570,7 @@ DAMAGES = {
     "a malicious .bin": (only_bin(legacy_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
     "a malicious zipped .bin": (only_bin(zipped_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
     "a whole model in a .bin": (only_bin(whole_model), "contains a Python object, torch.nn.modules.linear.Linear; only tensors"),
-    "one file missing of two": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
+    "one of two files missing": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
                                 "it has no '|it has only [12] layers; --n-upper 2"),
     **{f"a pointer of Git LFS, {name}": (write(name, LFS), f"{name} is a Git LFS pointer; run git lfs pull")
        for name in ("pytorch_model.bin", "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
@@ -685,9 +685,9 @@ def test_the_base_preset_has_the_papers_220_million_parameters_and_takes_a_train
     tome, encoder = model.tome, model
     assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]
     # "Consistent with retrieve-and-read, we count the parameters of the Mention Encoder and TOME, but not the size of
-    # the non-trainable and sparsely accessed Mention Memory" (§4.2). Once BATCH-TOME is trained the two are two: the
-    # Mention Encoder is frozen, TOME goes on. Each has a BERT of its own, the encoder two span layers on it; TOME its
-    # memory layers, MLM head and the span layer of entity prediction. Tied embeddings count once, no task's head does.
+    # the non-trainable and sparsely accessed Mention Memory" (§4.2). After BATCH-TOME the Mention Encoder is frozen and
+    # TOME trains on, so each has its own BERT. The encoder adds two span layers. TOME adds its memory layers, the MLM
+    # head and the span layer of entity prediction. Tied embeddings count once, and the heads of tasks do not count.
     in_encoder = n_parameters(tome.embeddings, tome.initial, *(block.transformer for block in tome.blocks),
                               encoder.key, encoder.value)
     in_tome = n_parameters(tome) - n_parameters(tome.claim)

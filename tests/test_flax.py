@@ -1,10 +1,10 @@
-"""Checkpoints that the paper's own (flax) code wrote: read, compared with what that code computed
-with these very weights, written back, damaged, and run from --init and --start.
+"""Checkpoints written by the paper's own (flax) code: read, compared with what that code computed
+with the same weights, written back, damaged, and used in --init and --start.
 
     python -m pytest tests/test_flax.py -s          # -s: prints the largest difference of each file
 
-The files are those of ../shared/golden/flax (its README says how they were made); where they are
-not, the tests that compare with them are skipped.
+The files are in ../shared/golden/flax (its README says how they were made). Without them, the tests
+that compare with them are skipped.
 """
 import json
 import os
@@ -35,7 +35,7 @@ VOCAB = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]",
 VOCAB += [f"[unused{i}]" for i in range(2, 2 + 97 - len(VOCAB))]
 
 
-# ---- Their file format and names, written down a second time
+# ---- A second implementation of their file format and names
 
 def leaf(array):
     """A flax leaf: extension 1 = [shape, type, row-major bytes]."""
@@ -44,7 +44,7 @@ def leaf(array):
     return msgpack.ExtType(1, packed)
 
 def pack(arrays):
-    """Message pack of {path: array}, the path's parts divided by "/"."""
+    """The MessagePack of {path: array}, where "/" separates the parts of a path."""
     tree = {}
     for path, array in arrays.items():
         *groups, last = path.split("/")
@@ -55,7 +55,7 @@ def pack(arrays):
     return msgpack.packb(tree)
 
 def unpack(content):
-    """{path: array} of a message pack."""
+    """{path: array} of a MessagePack."""
     arrays = {}
 
     def walk(path, node):
@@ -70,8 +70,8 @@ def unpack(content):
     return arrays
 
 def exported(state, config):
-    """{path: array} of the encoder's tree, as their code reads it. `state` is of BatchTOME. z of
-    eq. 10 is one map here and two there: a TOME's first is ours, its second adds nothing."""
+    """{path: array} of the encoder's tree, as their code reads it, from the state of a BatchTOME. z
+    of eq. 10 is one map here and two there: ours, then the identity."""
     arrays, state = {}, {name: tensor.numpy() for name, tensor in state.items()}
     dims = (config.n_heads, config.hidden // config.n_heads)
 
@@ -132,7 +132,7 @@ def exported(state, config):
     return arrays
 
 def random_batch_tome(n_upper=2):
-    """(config, state of BatchTOME) of the small size, but for what the encoder's tree lacks."""
+    """(config, state) of a small BatchTOME, without what the encoder's tree lacks."""
     torch.manual_seed(0)
     config = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, max_positions=24, k=8,
                     n_initial=2, n_upper=n_upper, key_dim=8, value_dim=16, coref_dim=16,
@@ -171,8 +171,8 @@ def arrays_of(name):
         return {key: torch.from_numpy(file[key]) for key in file.files if key != "config_json"}
 
 def model_of(file, arrays):
-    """BatchTOME with the weights of the file and with the MLM head of the arrays, which is in no
-    weights file; read_published's config and unused; names that are in neither."""
+    """(BatchTOME, config, unused, missing): the weights of the file, and the MLM head of the
+    arrays, since no weights file has one. missing: parameters that are in neither."""
     config, state, _, unused = read_published(FLAX / file, Config(k=8, k_answer=16, dropout=0.0))
     model = BatchTOME(TOME(config)).eval()
     head = "param/mlm_layer/"
@@ -234,7 +234,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     tome, batch, memory = model.tome, batch_of(z), memory_of(z)
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
     targets = z["in/mention_target_weights"] > 0
-    batch.passage = torch.full_like(batch.passage, -1)              # allow: nobody's passage
+    batch.passage = torch.full_like(batch.passage, -1)              # allow: no row has this passage
     asked = []
     for block in tome.blocks:
         block.memory_attention.query.register_forward_hook(lambda layer, inputs, query: asked.append(query))
@@ -254,7 +254,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     close(name, weights, z["allow/final_memory_attention_weights"][targets])
 
 
-# ---- There and back
+# ---- Written and read again
 
 @needs_files
 @pytest.mark.parametrize("name", ["batch_tome", "tome1", "tome2"])
@@ -327,10 +327,10 @@ def test_every_unused_published_tensor_is_named(tmp_path):
                       "blocks.0.transformer.layers.0.mlp_block.gate.kernel",
                       "embeddings.norm.other", "mention_projector", "new_head"]
 
-# ---- What can be wrong
+# ---- Errors
 
 def changed(**values):
-    """The file of a BATCH-TOME with other arrays; None takes one out."""
+    """A BATCH-TOME's file with these arrays replaced; None removes one."""
     config, state = random_batch_tome()
     arrays = exported(state, config) | {name.replace("__", "/"): x for name, x in values.items()}
     return pack({path: array for path, array in arrays.items() if array is not None})

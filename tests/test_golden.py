@@ -2,9 +2,9 @@
 
     python -m pytest tests/test_golden.py -s        # -s: prints the largest difference of each comparison
 
-Same weights, same inputs: outputs within 1e-5 (relative above 1), gradients within 1e-4 of the largest one of each
-parameter, in float32. Where a decision of ours differs from the public code, the test says which, checks our result
-against numpy, and rebuilds the public code's number from ours by that difference alone.
+Same weights, same inputs: outputs within 1e-5 (relative above 1), gradients within 1e-4 of the parameter's
+largest gradient, in float32. Where a decision of ours differs from the public code, the test says which, checks our result
+against numpy, and derives the public code's number from ours by that difference alone.
 """
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -60,8 +60,8 @@ def same_forward(name, ours, theirs):
 
 
 def same_gradients(name, ours, theirs, zero=()):
-    """Two dictionaries of gradients: every parameter is there, and each is the same. zero: those that are 0 but for
-    rounding, of which no relative difference can be taken."""
+    """Compares two dictionaries of gradients with the same parameters. zero: parameters whose gradient is 0 except for
+    rounding, so that a relative difference means nothing."""
     assert ours.keys() == theirs.keys()
     for key in ours:
         assert ours[key].shape == theirs[key].shape, key
@@ -77,7 +77,7 @@ def gradients(module):
 
 
 def load(module, state):
-    """Sets the parameters of `state`, which are all but those of heads that only our model has."""
+    """Loads `state`, which has all parameters except those of heads that only our model has."""
     left_out, unknown = module.load_state_dict(state, strict=False)
     assert not unknown and all(OUR_HEADS & set(name.split(".")) for name in left_out), (left_out, unknown)
     return module
@@ -142,7 +142,7 @@ def new_tome(blocks):
 
 
 def mentions_of(z, device=None):
-    """(row, start, end, passage) of the mentions that are not padding; `real` says which those are."""
+    """(row, start, end, passage) of the mentions that are not padding; `real` is the mask of these."""
     take = (lambda key: z[key].long()) if device is None else (lambda key: z[key][device].long())
     real = take("in/mention_mask") > 0
     row, start, end = (take(f"in/mention_{name}_positions")[real] for name in ("batch", "start", "end"))
@@ -150,7 +150,7 @@ def mentions_of(z, device=None):
 
 
 def targets_of(z):
-    """(row, column) of the masked tokens, in their order, and what these were."""
+    """(row, column) of the masked tokens, in the public code's order, and the original tokens."""
     at = z["in/mlm_target_weights"] > 0
     return (at.nonzero()[:, 0], z["in/mlm_target_positions"][at].long()), z["in/mlm_target_ids"][at].long()
 
@@ -175,7 +175,7 @@ def memory_of(z, device=None, kind=MentionMemory, passage="in/memory_identifiers
 
 
 class RemovedAfterwards(MentionMemory):
-    """The public code's rule: search among all rows, then take away the passage's own, whose places stay empty."""
+    """The public code's rule: search all rows, then remove the passage's own and leave their places empty."""
 
     def retrieve(self, query, passage, k, k_shard):
         found = super().retrieve(query, torch.full_like(passage, -1), k, k_shard)
@@ -199,7 +199,7 @@ def test_a_transformer_block_matches_the_public_code_on_padded_passages_with_gra
     block = load(TransformerBlock(CONFIG, 2), transformer(z, "param", ""))
     x, mask = z["in/encoding"].requires_grad_(), z["in/attention_mask"] > 0
     H = block(x, mask)
-    same_forward("transformer block", H[mask], z["out/encoding"][mask])      # what padding holds is nobody's business
+    same_forward("transformer block", H[mask], z["out/encoding"][mask])      # padding is not compared
     (H * z["in/cotangent"]).sum().backward()                                # the cotangent is 0 on padding
     same_gradients("transformer block", {"x": x.grad, **gradients(block)},
                    {"x": z["grad/in_encoding"], **transformer(z, "grad_param", "")})
@@ -226,7 +226,7 @@ def attend(z, memory, k=8, k_shard=None, device=None, anyones=False):
     layer = load(MemoryAttention(config), memory_attention(z, "param/", ""))
     H = (z["in/encoding"] if device is None else z["in/encoding"][device]).clone().requires_grad_()
     mentions = mentions_of(z, device)
-    if anyones:                                                 # nothing disallowed: a passage that no memory has
+    if anyones:                                                 # nothing is disallowed: no row has this passage
         mentions.passage = torch.full_like(mentions.passage, -1)
     return layer, H, mentions, *layer(H, mentions, memory)
 
@@ -344,13 +344,13 @@ def test_two_processes_find_what_two_devices_of_the_public_code_find(case, two_p
         theirs = {name: z[f"{case}/{name}"][device][real] for name in
                   ("top_memory_ids", "top_entity_ids", "memory_attention_weights", "memory_attention_disallowed_mask")}
         order = z[f"{case}/memory_attention_scores_with_disallowed"][device][real].argsort(1, descending=True)
-        theirs = {name: value.gather(1, order) for name, value in theirs.items()}       # theirs stand device by device
+        theirs = {name: value.gather(1, order) for name, value in theirs.items()}       # theirs are grouped by device
         assert torch.equal(ids, theirs["top_memory_ids"].long())
         assert torch.equal(entity, theirs["top_entity_ids"].long())
         same_forward("two shards", weights, theirs["memory_attention_weights"])
         same_forward("two shards", M, z[f"{case}/encoding"][device])
 
-        # Decision 1: before the top-k of a shard, here as well; the second top-k is over allowed ones only.
+        # Decision 1: we remove rows before the top-k of each shard, so the second top-k has only allowed rows.
         _, _, ids, _, _ = results[case, "ours"]
         mentions, k_shard = mentions_of(z, device), 4 if case == "k_half_per_device" else 8
         layer = load(MemoryAttention(CONFIG), memory_attention(z, "param/", ""))
@@ -420,7 +420,7 @@ def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss
 
 
 def their_entity_loss(ours, n_counted, n_linked):
-    """Decision 4. They count a linked mention of which nothing was retrieved with -log(0 + 1e-10), we leave it out."""
+    """Decision 4. They count a linked mention whose entity was not retrieved as -log(0 + 1e-10), and we leave it out."""
     return (ours * n_counted - np.log(1e-10) * (n_linked - n_counted)) / n_linked
 
 
@@ -436,7 +436,7 @@ def test_entity_prediction_loss_matches_theirs_except_for_mentions_that_retrieve
     same_forward("entity prediction", their_entity_loss(loss, n, int(linked.sum())),
                  z["out/loss_sum"] / z["out/denominator"])
     loss.backward()
-    p, g = z["in/probs"], z["out/grad_probs"]           # theirs is by the probabilities: through the softmax once more
+    p, g = z["in/probs"], z["out/grad_probs"]           # theirs is the gradient of the probabilities
     same_gradients("entity prediction", {"scores": scores.grad * n}, {"scores": p * (g - (p * g).sum(1, keepdim=True))})
 
 
@@ -467,7 +467,7 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     tome = load(new_tome(blocks), tome_state(z, blocks))
     first = linear(z, "param/encoder/mention_projector", "")
     second = linear(z, "param/encoder/final_query_projector", "")
-    projector = SpanEncodingLayer(32, 16)               # theirs is coreference's z_m too
+    projector = SpanEncodingLayer(32, 16)               # theirs also makes coreference's z_m
     projector.load_state_dict({f"linear{key}": value for key, value in first.items()})
     tome.entity_query.load_state_dict(fold(first, second))
 
@@ -487,7 +487,7 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     logits = tome.mlm_logits(H, targets_of(z)[0])
     same_forward(name, logits, z["out/mlm_logits"][z["in/mlm_target_weights"] > 0])
 
-    # Their final retrieval takes nothing away, so it is asked for a passage that nobody has. Ours (decision 4):
+    # Their final retrieval removes nothing, so ours gets a passage that no row has, and then its own (decision 4).
     answer = memory.retrieve(tome.entity_query(H, *spans), torch.full_like(batch.passage, -1), 16, 16)
     assert torch.equal(answer.ids[linked], z["out/final_top_memory_ids"][targets].long())
     assert torch.equal(answer.entity[linked], z["out/final_top_entity_ids"][targets].long())
@@ -549,7 +549,7 @@ def test_tome_with_our_removal_rule_differs_from_theirs_only_where_they_lost_pla
 def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
     z, name, case = golden(f"batch_tome{blocks}"), f"BATCH-TOME, {blocks} block" + "s" * (blocks - 1), "disallow_fixed"
     batch = batch_of(z)
-    assert batch.unmasked is batch.tokens               # as theirs: both reads are of the masked text
+    assert batch.unmasked is batch.tokens               # both passes are over the masked text, as in theirs
     real, targets = z["in/mention_mask"] > 0, z["in/mention_target_weights"] > 0
     linked = batch.entity > 0
 
@@ -583,7 +583,7 @@ def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
     same_forward(name, encodings[linked], z[f"{case}/target_mention_encodings"][targets])
     if blocks == 1:
         own = batch.passage[:, None] == batch.passage[linked]
-        assert not found[0].weights[own].any()          # Decision 2. Their "disallow", unmended, sees nothing else:
+        assert not found[0].weights[own].any()          # Decision 2. Their "disallow", uncorrected, sees nothing else:
         assert not z["disallow_as_is/memory_attention_weights"][real][:, targets][~own].any()
 
         logits = tome.mlm_logits(H, targets_of(z)[0])
@@ -595,7 +595,7 @@ def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
         total = sum(weight * loss for weight, loss in losses.values())
         same_forward(f"{name}, losses", total, z[f"{case}/loss/total"])
         total.backward()
-        # a bias of the keys moves all scores of a mention alike, and the softmax does not see that
+        # a bias of the keys shifts all scores of a mention equally, which the softmax ignores
         same_gradients(name, gradients(model), state(f"{case}/grad_param/"), zero=["key.linear.bias"])
 
 

@@ -1,4 +1,4 @@
-"""The memory's files and what is refused.   python -m pytest tests/test_memory.py"""
+"""Building, saving and loading a memory.   python -m pytest tests/test_memory.py"""
 import os
 import resource
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_an_interrupted_build_continues_with_the_first_missing_shard(corpora, tm
     with pytest.raises(KeyboardInterrupt):
         build(corpora[0], tmp_path / "memory")
     assert not (tmp_path / "memory").exists()
-    next(tmp_path.glob("memory.part/keys-00001.npy")).unlink()        # a shard of which a file is missing
+    next(tmp_path.glob("memory.part/keys-00001.npy")).unlink()        # a shard with a missing file
     assert build(corpora[0], tmp_path / "memory") == whole
     assert calls[:5] == [0, 16, 32, 16, 32] and len(calls) == len(set(calls)) + 2
 

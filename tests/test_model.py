@@ -37,7 +37,7 @@ def layer_norm(x, norm):
 
 
 def attention_by_hand(H, layer, keys, values, passages, k):
-    """Eq. 6-9, a mention and a memory at a time."""
+    """Eq. 6-9, for one mention and one memory at a time."""
     M = H.clone()
     for row, s, e, p in zip(Mentions.row, Mentions.start, Mentions.end, Mentions.passage):
         query = layer.query.linear.weight @ torch.cat([H[row, s], H[row, e]]) + layer.query.linear.bias
@@ -58,7 +58,7 @@ def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_me
     layers, memory = one.blocks[0].transformer.layers, one.blocks[0].memory_attention
     x = torch.nn.functional.layer_norm(torch.randn(6, TINY.hidden), (TINY.hidden,), eps=1e-12)
     for block, numbers in zip(two.blocks, sources, strict=True):
-        for added in block.transformer.layers[len(numbers):]:       # over a single layer: one that changes nothing yet
+        for added in block.transformer.layers[len(numbers):]:       # above a single layer: an idle one
             torch.testing.assert_close(added(x, Packing(torch.ones(1, 6, dtype=torch.bool))), x)
         assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
         for mine, number in zip(block.transformer.layers, numbers):
@@ -109,8 +109,7 @@ def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_or_their_enti
     if by_entity:
         wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
                            for entity in entities])
-    layers = {"query": [tome.blocks[0].memory_attention.query], "answer": [tome.entity_query]}      # of BATCH-TOME: one block
-    for name, layer in [(name, layer) for name, of_kind in layers.items() for layer in of_kind]:
+    for name, layer in (("query", tome.blocks[0].memory_attention.query), ("answer", tome.entity_query)):
         X = spans[name].double().numpy()
         X = X - X.mean(0)
         ridge = np.sqrt(0.1 * np.mean(np.sum(X ** 2, axis=0))) * np.eye(X.shape[1])
@@ -190,7 +189,7 @@ def test_given_memories_share_the_mentions_entity_and_come_from_other_passages()
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
     given = GivenMemory(table, 50)
     own = table.entity[table.passage == 7]                      # the passage of mentions 0, 1, 2
-    given.wanted = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # 49: of no row
+    given.wanted = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # 49: no row has it
     _, found = layer(H, Mentions, given)
     query = layer.query(H, Mentions.row, Mentions.start, Mentions.end).detach()
     for m in range(6):
@@ -203,7 +202,7 @@ def test_given_memories_share_the_mentions_entity_and_come_from_other_passages()
         torch.testing.assert_close(found.value[m], expected / max(total, 1e-9), atol=1e-5, rtol=1e-5)
         if m in (1, 2, 5):
             assert total == 0                                   # nothing is given
-    assert (found.ids[3:5] >= 0).any() and not found.value.requires_grad        # queries learn nothing from it
+    assert (found.ids[3:5] >= 0).any() and not found.value.requires_grad        # queries get no gradient
 
 @pytest.mark.parametrize("n_search", [None, 40])        # of 89 buckets
 def test_a_search_stays_in_float32_under_bfloat16_autocast(n_search):
@@ -232,7 +231,7 @@ def test_mentions_that_are_not_given_memories_search_for_them():
         ids = [i for i in mixed.ids[m].tolist() if i >= 0]
         if wanted:
             assert all(table.entity[i] == wanted and table.passage[i] != Mentions.passage[m] for i in ids)
-            assert bool(ids) == (wanted != 49)                  # 49: of no row
+            assert bool(ids) == (wanted != 49)                  # 49: no row has it
         else:
             assert ids == [i for i in searched.ids[m].tolist() if i >= 0]
             torch.testing.assert_close(mixed.value[m], searched.value[m])
@@ -303,7 +302,7 @@ def test_what_a_passage_retrieves_does_not_depend_on_padding():
 
 
 def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_has_alone():
-    """Gradients too. Of 190 places of padding 26 are computed: encoder.Packing."""
+    """26 of the 190 padding positions are computed (encoder.Packing)."""
     torch.manual_seed(0)
     block = TransformerBlock(TINY, 2).eval()
     mask = torch.arange(21) < torch.arange(2, 22)[:, None]
@@ -397,13 +396,13 @@ def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_or_zero_if_there_ar
 
 
 def test_scores_are_float32_under_bfloat16_autocast():
-    """Scores of about 50, whose last digits bfloat16 would drop: the weights of eq. 7 are their exponentials."""
+    """Scores are about 50, and bfloat16 would drop digits that matter in the exponentials of eq. 7."""
     g, memory = torch.Generator().manual_seed(0), memory_of()
     memory.keys += 4
     query, passage = 3 + torch.randn(4, 4, generator=g), torch.tensor([7, 8, 9, -1])
     scores = query.double() @ memory.keys.double().T
     with torch.autocast("cpu", torch.bfloat16):
-        assert (query @ query.T).dtype == torch.bfloat16                    # what would be, without ann.dot
+        assert (query @ query.T).dtype == torch.bfloat16                    # what it would be without ann.dot
         found = memory.attend(query, passage, 5, 5)
         table = BatchMemory(memory.keys, memory.values, memory.entity, memory.passage).attend(query, passage)
         loss = coreference_loss(memory.keys, memory.entity, memory.passage)
@@ -416,8 +415,8 @@ def test_scores_are_float32_under_bfloat16_autocast():
 
 def test_buckets_are_rebuilt_only_if_keys_or_passages_change():
     memory = memory_of().changed(n_search=2)
-    memory.search(memory.keys[:1], 1, None)                                 # makes them
-    assert memory.shuffled().index is memory.index                          # only the values are another row's
+    memory.search(memory.keys[:1], 1, None)                                 # builds them
+    assert memory.shuffled().index is memory.index                          # only the values have moved
     assert memory.changed(n_search=3).index is memory.index                 # the same buckets, more of them searched
     for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10))):
         assert changed.index is None is not memory.index
