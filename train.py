@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -972,7 +973,8 @@ def check_values(values):
 
 def missing(path, stage, how="missing"):
     """The error for a result that a command needs and does not find."""
-    return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
+    out = shlex.quote(str(path.parent))
+    return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {out}")
 
 @contextmanager
 def values_of(path, remedy):
