@@ -1,4 +1,4 @@
-"""What a trained TOME knows, and from which memories (paper §4, app. B–D).
+"""Measures what a trained TOME knows, and where the knowledge comes from (paper §4, app. B–D).
 
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
@@ -44,7 +44,7 @@ class Opened(NamedTuple):
     """An open run folder."""
     run: train.Run
     tome: TOME
-    memory: MentionMemory       # a baseline's EntityTable
+    memory: MentionMemory       # or a baseline's EntityTable
     task: str | None            # "qa", "claims", or None: pre-trained only
 
 class Source(NamedTuple):
@@ -60,19 +60,19 @@ class EncodedMention(NamedTuple):
     layers: list                # for each memory layer the Sources with the largest weights
 
 class Answer(NamedTuple):
-    """The model's answer to a question, or its judgement of a claim."""
+    """The model's reply to a question or a claim."""
     text: str                   # the name of an entity, or one of data.CLAIM_LABELS
     probability: float          # of this entity in eq. 10, or of the label
     sources: list               # memories of this entity; for a claim, from the last memory layer
     mentions: list              # EncodedMentions; a question's last one is its answer, [MASK]
 
 def open_run(out, task=None, blocks=1, device=None, n_search=None, fraction=1.0):
-    """Opens a run folder for the functions below.
+    """Opens a run folder, and returns the first argument of the functions below.
 
     task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
-    TOME-1, 2 for TOME-2. device: "cpu" or "cuda" (default: cuda if available). n_search: number of
-    buckets of the memory to search, None: all. fraction: the share of the memory's passages to
-    keep. Raises data.UserError."""
+    TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU if there is one. n_search: how
+    many buckets of the memory to search, None for all. fraction: the share of the memory's passages
+    to keep. Raises data.UserError."""
     run, tome, memory = train.open_run(out, task, blocks, device, n_search)
     if run.is_baseline and (n_search or fraction < 1):
         raise data.UserError(f"{out} is a baseline: it has no mention memory")
@@ -82,8 +82,7 @@ def ask(opened, text):
     """The Answer to a question (task "qa") or a claim (task "claims").
 
     Mentions are the names of entities in the text, and words in [brackets]. In "Where was Ida
-    Hale's [teacher] born?" the second hop starts from the teacher. Raises data.UserError if the
-    text has no mention."""
+    Hale's [teacher] born?" the second hop starts there. Raises data.UserError if there are none."""
     run, tome, _, task = opened
     if task is None:
         raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
@@ -101,7 +100,7 @@ def ask(opened, text):
     return Answer(name, probability, sources_of(opened, found, 0, entity=entity), mentions)
 
 def encode(opened, text):
-    """The EncodedMentions of a text, in the order of the text. Mentions: as in `ask`."""
+    """The EncodedMentions of a text, in text order. Mentions are found as in `ask`."""
     return forward(opened, *text_batch(opened, text))[1]
 
 def search(opened, encoding, n=3):
@@ -123,7 +122,6 @@ def example_of(run, text):
 
 @lru_cache(maxsize=1)
 def names_in(corpus):
-    """data.name_index of the corpus's entities."""
     return data.name_index(corpus.entity_names)
 
 def text_batch(opened, text):
@@ -153,7 +151,7 @@ def retrieve(opened, encoding):
     return opened.memory.retrieve(encoding[None], passage, config.k_answer, config.k_answer_shard)
 
 def sources_of(opened, found, m, n=3, entity=None):
-    """The n best Sources of mention m in a Retrieved. entity: only memories of this entity."""
+    """The n best Sources that mention m retrieved, or the n best among those of one entity."""
     if opened.run.is_baseline:
         return []
     corpus, weights = opened.run.corpus, attention_weights(found.scores[m])
@@ -169,10 +167,10 @@ def sources_of(opened, found, m, n=3, entity=None):
 
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json, for at most n held-out mentions
-    of each of train.GROUPS: the figures of train.masked_mentions, or null for a group without
-    mentions. Except for a baseline there are also the accuracies with the memory emptied and
-    shuffled; the gain, [mean over mentions of memory minus emptied, low, high], with its 95%
-    interval or nulls; and the fraction of mentions whose entity BM25's vote picks."""
+    of each of train.GROUPS (null for a group without mentions): the figures of
+    train.masked_mentions and, except for a baseline, the accuracy with the memory emptied and with
+    its values shuffled, the fractions by BM25's vote, and the gain. The gain is "memory" minus
+    "emptied", averaged over mentions, with its 95% interval or nulls."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
@@ -231,7 +229,7 @@ def figures_of(run, tome, memory, task, examples):
     controls = {"without_memory": (memory, {"attend": False})}
     if not run.is_baseline:
         controls["emptied"] = (memory.sample(0), {})
-        # Only if every example names an article.
+        # Only if every example names an article, since otherwise some would have nothing removed.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
             titles = [e.info.get(field) for e in examples]
             if all(isinstance(title, str) and title in corpus.article_index for title in titles):
@@ -269,8 +267,8 @@ def interval(values, groups, n_draws=1000):
 # ==== Set apart: BM25 =============================================================================
 
 class Query(NamedTuple):
-    """A query to BM25. Its own passages do not vote, and their other entities are excluded, as in
-    train.masked_mentions."""
+    """A query for BM25. The text's own passages do not vote, and their other entities are excluded,
+    as in train.masked_mentions."""
     tokens: list
     correct: list           # entity numbers
     own: list               # passage numbers
@@ -300,13 +298,13 @@ def bm25(corpus, passages, k1=0.9, b=0.4):
 
 def bm25_ranks(corpus, passages, queries, k=20):
     """For each Query the rank of its correct entities in BM25's vote, infinite without votes. Each
-    of the k best passages adds its score to the votes of every entity that it links. A correct
-    entity ranks last among ties."""
+    of the k best passages adds its score to the votes of every entity that it links. Ties are
+    broken against the correct entity."""
     score, ranks = bm25(corpus, passages), []
     for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
         scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
         scores[own] = 0
-        # Rounded, so that ties do not depend on the order of additions.
+        # Rounded, so that ties do not depend on the order in which a machine adds.
         for p in np.argsort(-scores.round(9), kind="stable")[:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
@@ -350,14 +348,14 @@ def draw_run(figure, opened, blocks):
     right.legend(frameon=False)
 
 def draw_training(axis, run, blocks):
-    """The fraction of masked tokens predicted correctly, and the attention of masked mentions on
-    memories of their entity, over the steps in log.jsonl."""
+    """Plots the fraction of masked tokens predicted correctly, and the attention of masked mentions
+    on memories of their entity, over the steps in log.jsonl."""
     records, steps, points, end = [], [], [], 0
     for line in (run.out / "log.jsonl").read_text("utf-8").splitlines():
         with suppress(ValueError):                  # a crash may have cut a line off
             records.append(json.loads(line))
     for stages in (["batch-tome"], ["tome", f"tome-{blocks}"]):
-        # After a crash a step can occur twice; the later record is used.
+        # After a crash a step can occur twice, and the last record counts.
         found = {r["step"]: r for r in records if r["stage"] in stages and "seen" in r}
         if end and found:
             axis.axvline(end, color="grey", lw=0.8, label="stage tome begins")
@@ -375,7 +373,7 @@ def draw_training(axis, run, blocks):
     axis.legend(frameon=False, fontsize="small")
 
 def draw_mentions(figure, mentions):
-    """A panel for each memory layer: its mentions, linked to the memories they attend to."""
+    """Draws a panel for each memory layer: mentions, with lines to the memories they attend to."""
     layers = [*zip(*(mention.layers for mention in mentions))]
     figure.set_size_inches(10, sum(0.5 + 0.2 * sum(map(len, layer)) for layer in layers))
     for n, layer in enumerate(layers):
@@ -395,13 +393,12 @@ def draw_mentions(figure, mentions):
 
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
-          "memory, without its rows, with its values permuted; 50%, 10%: with this share of its "
-          "passages. gain: memory minus emptied, mean over mentions. entity: eq. 10 picks the "
-          "correct entity; bm25: BM25's vote does. visible, masked: attention of such mentions on "
-          "memories of their own entity.",
-    "qa": "Questions answered correctly, with the memory and with controls (see eval.py). "
-          "recall@20, bm25@20: a correct answer is among the 20 best memories, BM25's passages.",
-    "claims": "Claims judged correctly, with the memory and with controls (see eval.py)."}
+          "memory, with it emptied, with its values shuffled; 50%, 10%: with that share of it. "
+          "gain: memory minus emptied. entity, bm25: eq. 10, BM25's vote picks the correct entity; "
+          "@20: it is among the 20 best. visible, masked: attention on memories of their entity.",
+    "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
+          "recall@20: a correct answer is among the 20 best memories, or BM25's passages.",
+    "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}
 TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",
           "answer_is_entity": "answerable"}
 
@@ -412,7 +409,7 @@ def report(opened, args):
         advice = f"no figures: give --task {task} --examples FILE"
         if args.json:
             raise data.UserError(advice)
-        train.say(advice)                   # no error: training ends with this report
+        train.say(advice)                   # not an error: training ends with this report
         return
     if args.examples:
         examples = train.task_examples(run, task, args.examples)
@@ -476,8 +473,8 @@ def say_mentions(mentions):
             say_sources(mention.words, mention.layers[n])
 
 def show_masked(opened, n):
-    """Masks n held-out mentions, from the groups in turn. Prints what each retrieves and what the
-    model predicts. Returns the EncodedMentions."""
+    """Masks n held-out mentions, taken from the groups in turn, and prints what each retrieves and
+    what the model predicts. Returns them as EncodedMentions."""
     run, corpus, encoded = opened.run, opened.run.corpus, []
     mentions = train.sample_eval_mentions(run, n)
     group = run.entity_group[corpus.mention_entity[mentions]]
@@ -502,28 +499,28 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--out", default="runs/toy", help="folder of the run (default: runs/toy)")
     add("--blocks", type=int, choices=(1, 2), default=1, help="TOME-1 or TOME-2 (default: 1)")
-    add("--task", choices=("claims", "qa"), help="the fine-tuned model (default: masked mentions)")
-    add("--examples", metavar="FILE", help="examples to measure (default: the toy world's tests)")
-    add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of it to keep")
+    add("--task", choices=("claims", "qa"), help="fine-tuned model to use (default: pre-trained)")
+    add("--examples", metavar="FILE", help="examples to evaluate on (default: the toy world's)")
+    add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
     add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add("--plot", metavar="FILE.png", help="draw training and the use of the memory; with --show "
         "or --ask what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--json", action="store_true", help="print the figures as a JSON object")
-    add("--show", nargs="?", const="5", metavar="N|TEXT", help="show what N masked mentions "
+    add("--show", nargs="?", const="5", metavar="N|TEXT", help="print what N masked mentions "
         "(default: 5), or the mentions of a text, retrieve")
     add("--ask", metavar="TEXT", help="answer a question, or with --task claims judge a claim")
     args = parser.parse_args(argv)
     shows = args.show is not None or args.ask is not None
-    if not 0 <= args.memory_fraction <= 1:          # also for NaN
+    if not 0 <= args.memory_fraction <= 1:          # also refuses NaN
         parser.error("--memory-fraction must be between 0 and 1")
     if args.show is not None and args.show.isdecimal() and int(args.show) == 0:
-        parser.error("--show 0 shows nothing; give a number from 1, or a text")
+        parser.error("--show 0 shows nothing; give a number of at least 1, or a text")
     if args.examples and (shows or not args.task):
-        parser.error("--examples goes with --task qa or --task claims, without --show and --ask")
+        parser.error("--examples needs --task qa or --task claims, and no --show or --ask")
     if args.plot and (args.json or not shows and (args.task or args.memory_fraction < 1)):
-        parser.error("--plot draws the pre-trained model with its whole memory, or goes with "
+        parser.error("--plot draws the pre-trained model with its whole memory; otherwise it needs "
                      "--show or --ask")
     if args.ask is not None:
         args.task = args.task or "qa"
@@ -564,7 +561,7 @@ def main(argv=None):
         run_command(args)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:                 # the reader, such as "| head", has ended
+    except BrokenPipeError:                 # the reader has stopped, for example "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (data.UserError, OSError) as error:

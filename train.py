@@ -10,9 +10,9 @@
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
     torchrun --nproc_per_node 2 train.py --stage tome           the same work in two processes
 
-A command first runs the earlier stages that have no result yet, and resumes an interrupted one. The
-batch, masks and dropout of a step depend only on (seed, stage, step, process), so an interrupted
-and resumed run is bit-identical on a CPU.
+A command first runs the earlier stages that have no result yet. Each stage continues where it
+stopped. The batch, masks and dropout of a step depend only on (seed, stage, step, process), so an
+interrupted and resumed run is bit-identical on a CPU.
 
 Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
 mentions. `memory` is a MentionMemory, or the EntityTable of a baseline."""
@@ -57,9 +57,9 @@ GROUPS = ("seen", "unseen")     # entities that training passages link, and all 
 class Schedule:
     """How long and how fast a stage trains."""
     steps: int = setting(0, (0, 10**9), "steps of the stage")
-    lr: float = setting(1e-4, (1e-12, 10), "largest learning rate of the stage")
-    warmup: int = 0         # steps of linear warm-up, at most a tenth (stage_plan)
-    batch: int = setting(32, (1, 10**6), "passages or examples per step, not counting clozes")
+    lr: float = setting(1e-4, (1e-12, 10), "peak learning rate of the stage")
+    warmup: int = 0         # steps of linear warm-up, at most a tenth of the steps (stage_plan)
+    batch: int = setting(32, (1, 10**6), "passages or examples per step; clozes are extra")
 
 @dataclass
 class Settings:
@@ -67,35 +67,35 @@ class Settings:
     --passage-length. Defaults are the paper's values where it gives them (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
-    vocab: int = setting(30522, (200, 10**6), "WordPieces of a vocabulary trained here", "corpus")
+    vocab: int = setting(30522, (200, 10**6), "size of a vocabulary trained here", "corpus")
     unseen: float = setting(0.0, (0, 0.9), "fraction of entities that are held out", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
-    max_mentions: int = setting(24, (1, 10**6), "maximum mentions per passage, batch average")
+    max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
-    coref_weight: float = setting(0.15, (0, 1), "weight of coreference; MLM gets the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "use only this many frequent entities")
+    coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
+    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities that coreference uses")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
-    # Not in the paper: batch-tome may begin with the memory off, until fit_retrieval sets the
-    # retrieval layers, and tome with teacher forcing. Batches of claims may come with clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps with memory off")
-    own_values: int = setting(0, (0, 1), "1: in these steps each mention reads its own value")
-    fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
-    fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
+    # The paper has none of these: batch-tome with the memory off until fit_retrieval sets the
+    # retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
+    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps before the fit")
+    own_values: int = setting(0, (0, 1), "1: before the fit, give each mention its own value")
+    fit_passages: int = setting(4000, (1, 10**6), "number of passages for the fit")
+    fit_by_entity: int = setting(0, (0, 1), "1: the fit uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
-    linking_weight: float = setting(0.0, (0, 1), "the same for the last memory layer", "tome")
-    teacher_forcing_steps: float = setting(0.0, (0, 1), "fraction of steps that give all mentions "
-                                           "memories of their entity", "tome")
-    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions given memories in "
-                                          "later steps", "tome")
-    cloze_weight: float = setting(0.3, (0, 100), "weight of each loss of clozes", "finetune")
+    linking_weight: float = setting(0.0, (0, 1), "weight of the last memory layer's loss", "tome")
+    teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of steps in which all "
+                                           "mentions are given memories of their entity", "tome")
+    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given such "
+                                          "memories after these steps", "tome")
+    cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning", "finetune")
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
@@ -135,11 +135,9 @@ class Plan(Schedule):
 # run.tokenizer, run.device, run.entity_group (E,) index into GROUPS, run.is_baseline.
 
 def endless(order):
-    """Returns at(step, n), the n items of a step from the concatenation of order(0), order(1), ….
-    order(epoch): an array of items, equally long in each epoch. Checkpoints need no position, since
-    it follows from the step."""
-    # Cached: order(0), for its length, and the one or two epochs that a step touches.
-    order = lru_cache(maxsize=3)(order)
+    """at(step, n): the n items of a step from order(0), order(1), … concatenated. order(epoch) is
+    an array, always of the same length. Items depend only on the step, so no position is saved."""
+    order = lru_cache(maxsize=3)(order)     # order(0), for its length, and a step's one or two
     def at(step, n):
         length = len(order(0))
         return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
@@ -169,8 +167,8 @@ def training_passages(run):
         raise UserError(f"{run.out / 'corpus'}: all passages with a linked mention are held out, "
                         "so there is nothing to train on; add texts with \"split\": \"train\"")
     if len(passages) < ann.rank_and_size()[1]:
-        raise UserError("there are fewer passages to train on than processes; start at most "
-                        f"{len(passages)}")
+        raise UserError(f"there are only {len(passages)} passages to train on; start at most that "
+                        "many processes")
     return passages
 
 def refuse_large_batch(plan, n):
@@ -192,8 +190,8 @@ class BatchTOMEStage:
         self.items = endless(self.clusters)
         self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
         self.support = supporting_passages(corpus, self.eval_mentions)
-        count, n = corpus.entity_count, min(run.settings.coref_entities, len(corpus.entity_count))
-        least = max(1, np.sort(count)[-n])
+        count = corpus.entity_count
+        least = max(1, np.sort(count)[-min(run.settings.coref_entities, len(count))])
         self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
         self.model = BatchTOME(TOME(run.batch_tome_config))
         if not run.path(plan).exists():         # otherwise the weights come from the checkpoint
@@ -201,7 +199,7 @@ class BatchTOMEStage:
         self.fit_step = first_memory_step(run.settings, plan.steps)
 
     def clusters(self, epoch):
-        """The passages of an epoch, ordered by cluster."""
+        """The passages of an epoch, cluster by cluster."""
         size, seed = self.run.settings.cluster, self.run.seed
         found = data.related_clusters(self.run.corpus, size, seed * 1000 + epoch, self.passages)
         if len(found) > 1:
@@ -219,8 +217,8 @@ class BatchTOMEStage:
         store in a mention what its passage says about the entity; without it TOME loses 2 to 8
         points (app. B.5).
 
-        Before the fit, coreference is applied to the outputs from which keys and queries are made
-        (H without a memory, and H0), so that a masked mention encodes its entity in H0."""
+        Before the fit, coreference is applied to H without a memory and to H0, since keys and
+        queries are made from them. A masked mention thus encodes its entity in H0."""
         model, memory = self.model, "batch"
         before_fit = step < self.fit_step
         if before_fit:
@@ -254,17 +252,16 @@ class BatchTOMEStage:
     def evaluate(self):
         """masked_mentions over a small memory, for speed. This stage does not train the head of
         eq. 10, so "entity" and "recall@20" mean little here."""
-        rank, size = ann.rank_and_size()
-        rows = encode_passages(self.model, self.run.corpus, self.support[rank::size],
-                               self.run.device)
-        memory = MentionMemory(**rows, device=self.run.device)
-        return masked_mentions(self.run, self.model.tome, memory, self.eval_mentions)[0]
+        run, (rank, size) = self.run, ann.rank_and_size()
+        rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
+        memory = MentionMemory(**rows, device=run.device)
+        return masked_mentions(run, self.model.tome, memory, self.eval_mentions)[0]
 
 class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
-        if run.is_baseline:             # it has no stage batch-tome (Run.plan)
+        if run.is_baseline:             # its tome stage includes the steps of batch-tome
             batch_tome = new_batch_tome(run, run.seed)
         else:
             batch_tome = load_model(run, "batch-tome")
@@ -272,8 +269,8 @@ class TOMEStage:
         start_from(run, self.model, plan)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         if not run.is_baseline:
-            self.training_memory = self.training_memory.sample(run.settings.memory_fraction,
-                                                               run.seed)
+            fraction = run.settings.memory_fraction
+            self.training_memory = self.training_memory.sample(fraction, run.seed)
         passages = training_passages(run)
         refuse_large_batch(plan, len(passages))
         self.items = epochs_of(run, 2, passages)
@@ -317,9 +314,9 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
 
     def losses(self, batch, step):
-        """At first every linked mention is given memories; the layers below the memory are frozen,
-        except the word embeddings, which the MLM head shares. Later a fraction of the mentions is
-        given memories, since otherwise the model unlearns to read them."""
+        """In the first steps every linked mention is given memories, and only the layers above the
+        memory and the word embeddings (which the MLM head shares) are trained. Later a fraction of
+        the mentions is given memories, since otherwise the model forgets how to read them."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate
@@ -332,8 +329,8 @@ class TeacherForcedTOMEStage(TOMEStage):
         if all_are_given:
             logits = model.mlm_logits(H, batch.is_target)
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
-        # A mention that was given memories has read the answer, so eq. 10 is not asked for it. With
-        # one block, queries are made before any memory is read, so they can always be trained.
+        # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
+        # trained on it. TOME-1's query is made before anything is read, so it is always trained.
         asked = torch.where(is_given, 0, batch.entity)
         linked = batch.entity if self.run.config.n_blocks == 1 else asked
         return self.weighted_losses(batch, H, asked, self.given.found, linked)
@@ -368,9 +365,9 @@ class FinetuneStage:
         return examples_batch(self.run, self.task, chosen)
 
     def losses(self, batch, step):
-        """"claims": the label, from the mean of a claim's mentions (claim_logits). "answer": eq. 10
-        for questions and clozes. "linking": the same for what the last memory layer retrieved, to
-        teach it what to retrieve."""
+        """Claims are judged from the mean of their mentions (claim_logits). Answers, including
+        those of clozes, are predicted by eq. 10 ("answer") and from what the last memory layer
+        retrieved ("linking"), which teaches that layer what to retrieve."""
         H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
         result = {}
         if self.task == "claims":
@@ -411,9 +408,9 @@ def new_stage(run, plan):
 
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A). In fine-tuning and with
-    --init, embeddings and layers below the memory learn at lower_lr_scale. These layers produce the
-    queries, on which two-hop examples depend and one-hop examples hardly do, so mixed training can
-    damage them before two-hop examples are learned."""
+    --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory.
+    These produce the queries, which two-hop examples need and one-hop examples hardly do, so mixed
+    training can damage the queries before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -451,7 +448,7 @@ class Training:
         for name, n in machine().items():
             if about[name] != n:
                 say(f"{self.plan.name}: began on {about[name]} {name} and continues on {n}, so the "
-                    "result agrees with an uninterrupted run up to rounding only.")
+                    "result matches an uninterrupted run only up to rounding.")
 
     def train_step(self):
         """One step. Returns {loss: its mean over the batch of all processes}."""
@@ -474,7 +471,7 @@ class Training:
                   for name, (_, share) in losses.items()}
         if not np.isfinite([*values.values(), norm.item()]).all():
             passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
-            raise self.diverged(f"the loss is not a number at step {step} ({values}; passages "
+            raise self.diverged(f"loss or gradient not finite at step {step} ({values}; passages "
                                 f"{str(passages)[1:-1]})")
         self.optimizer.step()
         progress["step"] += 1
@@ -502,7 +499,7 @@ class Training:
         """Writes the checkpoint, if all weights are finite."""
         weights = self.model.state_dict()
         if not all(t.isfinite().all() for t in weights.values()):
-            raise self.diverged(f"a weight is not a number at step {self.progress['step']}")
+            raise self.diverged(f"a weight is not finite at step {self.progress['step']}")
         if ann.rank_and_size()[0] > 0:
             return
         about = {"format": data.FORMAT, "finished": finished, **vars(self.plan),
@@ -518,7 +515,7 @@ class Training:
         write_file(self.run.path(self.plan), lambda file: torch.save(values, file))
 
     def diverged(self, what):
-        """The error of a stage that diverged, with the flags to continue it."""
+        """The error for a diverged stage, with the flags that continue it."""
         path, lr = self.run.path(self.plan), self.plan.lr / 3
         return UserError(f"{self.plan.name}: {what}; {path} keeps the last good step, if there was "
                          f"one. Continue with --stage {self.plan.flags} --lr {lr:.1g}")
@@ -528,7 +525,7 @@ class Training:
         return int(ann.sum_over_processes(len(self.signals), self.run.device)) > 0
 
 def machine():
-    """What the rounding of results depends on."""
+    """The numbers of threads and processes, on which rounding depends."""
     return {"threads": torch.get_num_threads(), "processes": ann.rank_and_size()[1]}
 
 def train_stage(run, plan, checkpoint=None):
@@ -562,8 +559,8 @@ def train_stage(run, plan, checkpoint=None):
             raise KeyboardInterrupt(f"Stopped after {plan.name}, which is saved")
 
 # ---- Initial weights -----------------------------------------------------------------------------
-# TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory. TOME
-# does not learn to use the memory of another Mention Encoder (app. B.6).
+# TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory. A
+# TOME does not learn to use the memory of a different Mention Encoder (app. B.6).
 
 def new_batch_tome(run, seed):
     """BATCH-TOME with random weights, or with those of run.init: a BERT's folder, or a file of the
@@ -577,21 +574,21 @@ def new_batch_tome(run, seed):
 
 def open_memories(run, tome, n_search):
     """(the memory of the whole corpus, its rows from passages that are not held out). For a
-    baseline both are its table of entities."""
+    baseline both are its EntityTable."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
-# ---- Evaluation: does the memory tell the model what the passage does not? -----------------------
+# ---- Evaluation during training: does the memory supply what the passage lacks? ------------------
 # Every process computes the same whole batch and searches its own shards for it, so several
 # processes are no faster than one.
 
 class MaskedMention(NamedTuple):
-    """How a model treats one masked mention and the visible mentions of its passage. `attention` is
-    that of the last memory layer on memories of the mention's own entity. In both fields about
-    eq. 10, the entities of the visible mentions are excluded."""
+    """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
+    the weight that the last memory layer gives to memories of the mention's own entity. is_named
+    and is_recalled exclude the entities of the visible mentions."""
     group: str              # one of GROUPS
     n_tokens: int           # masked tokens
     n_correct: int          # … predicted correctly
@@ -643,8 +640,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     return figures, items
 
 def in_two_passages(run, memory):
-    """(E,) whether at least two passages of the memory mention an entity. A mention of any other
-    entity can find nothing, since its own passage is excluded. An EntityTable has all entities."""
+    """(E,) whether at least two passages of the memory mention an entity. Otherwise a mention can
+    find nothing, since its own passage is excluded. An EntityTable has all entities."""
     n_entities = len(run.corpus.entity_names)
     if not isinstance(memory, MentionMemory):
         return torch.ones(n_entities, dtype=torch.bool, device=run.device)
@@ -698,13 +695,13 @@ def sample_eval_mentions(run, n):
     return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
-    """Passages of a small memory, to evaluate these mentions while the Mention Encoder still
-    changes: all passages of their articles, the passages of `each` random mentions of each of their
-    entities, and `others` random passages."""
+    """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
+    trained: all passages of their articles, the passages of `each` random mentions per entity, and
+    `others` random passages."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
-    same = same[np.argsort(entity[same], kind="stable")]
+    same = same[np.argsort(entity[same], kind="stable")]        # grouped by entity
     # 0 for the first mention of an entity, 1 for its second, …
     place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])
     return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
@@ -759,8 +756,8 @@ def task_accuracy(run, tome, task, examples, memory, **options):
 
 def examples_batch(run, task, examples):
     """A Batch of these examples; task None: only their texts."""
-    return data.example_batch(
-        examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length)
+    return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index,
+                              max_length=run.settings.max_length)
 
 def toy_file(run, task, hops="one_hop", split="test"):
     """The path of a file of the toy world's examples. Raises UserError."""
@@ -783,7 +780,7 @@ def clozes_of(run, example, rng):
 # ==== Set apart: files of examples ================================================================
 
 def dev_files(path):
-    """[the file with "dev" in place of "train" in its name], or []."""
+    """[the file whose name has "dev" in place of "train"], or [] if there is none."""
     dev = Path(path).parent / re.sub("(.*)train", r"\1dev", Path(path).name)
     return [dev] if dev != Path(path) and dev.is_file() else []
 
@@ -809,14 +806,14 @@ def task_examples(run, task, path):
     n_without = sum(not e.mentions for e in examples)
     if n_left_out:
         say(f"{path}: {n_left_out:,} mentions are not used: they overlap others, are beyond "
-            "max_length, or exceed 32 in an example.", sys.stderr)
+            "max_length, or come after the first 32 of an example.", sys.stderr)
     if n_without:
         say(f"{path}: {n_without:,} of {len(examples):,} examples have no mention.", sys.stderr)
     return examples
 
 def read_task_examples(run, plan):
     """(training, dev) examples of a plan. Without a dev file, dev is a tenth of the examples.
-    Questions whose answer is no entity of the corpus are left out of training, and count as
+    Questions whose answer is not an entity in the corpus are left out of training, and count as
     answered incorrectly in dev (§4.4). Raises UserError."""
     paths = [path for path, _ in plan.examples or []]
     if not paths:
@@ -868,13 +865,13 @@ def with_published(run, model):
 
 def say_of_file(path, lacks, unused):
     """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
+    say(f"{path} has no weights for {', '.join(lacks)}; these are initialised randomly.")
     if unused:
         say(f"{path}: not used: {', '.join(unused)}.")
 
 def read_start(run, path):
-    """The weights of --start, a checkpoint of this project or of the paper's own code. Raises
-    UserError if they are no TOME of this width."""
+    """The weights of --start: a checkpoint of this project or of the paper's own code. Raises
+    UserError if it contains no TOME of this width."""
     if zipfile.is_zipfile(path) or path.endswith(".pt"):
         checkpoint = read_checkpoint(path, "give another --start")
         saved, meta = checkpoint["model"], run.out / "corpus/meta.json"
@@ -893,9 +890,9 @@ def read_start(run, path):
     return saved
 
 def start_from(run, tome, plan):
-    """Loads the weights of --start (app. B.6). What they lack, such as memory layers, is random.
-    With "scratch" all is random (with --init, BERT's), from another seed than the initial weights
-    of BATCH-TOME, from which the memory's encoder was trained. Raises UserError."""
+    """Loads the weights of --start (app. B.6) and initialises the rest, such as memory layers,
+    randomly. "scratch" initialises everything (with --init: from BERT), with a different seed from
+    BATCH-TOME's, since the memory's encoder began from BATCH-TOME's initial weights."""
     if plan.start is None or run.path(plan).exists():
         return
     path, fresh = plan.start[0][0], new_batch_tome(run, run.seed + 1).tome.state_dict()
@@ -908,7 +905,7 @@ def start_from(run, tome, plan):
                 raise ValueError(f"other layers: {', '.join(layers)}")
 
 # ==== Set apart: presets ==========================================================================
-# What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
+# These values replace the paper's. toy takes minutes on a laptop; mini is for a few hundred texts.
 # Their models are small and their steps few, so learning rates are 6 to 100 times the paper's. Each
 # process offers all k (k_shard = k), so the search is exact for any number of processes.
 
@@ -938,7 +935,7 @@ PRESETS = {
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
 STAGE_FLAGS = {f.name: f for f in fields(Plan) if f.metadata}       # steps, lr, batch, n_search
-CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "of all random numbers"),
+CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "seed of all random numbers"),
                                  "warmup": STAGE_FLAGS["steps"]}
 
 def flag(name):
@@ -967,18 +964,18 @@ def check_values(values):
 #   appended-0001/      corpus/ and memory/ after --append; the highest number is in use
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so a
-# command that was killed at any moment can be repeated and continues. Each result contains the
-# checksums of the results it was made from (made_from), and is rejected if they no longer match.
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so the
+# same command continues after a kill at any moment. Each result contains the checksums of the
+# results that it was made from (made_from), and is rejected if these have changed.
 
 def missing(path, stage, how="missing"):
-    """The error for a result that a command needs and does not find."""
+    """The error for a missing result that a command needs."""
     out = shlex.quote(str(path.parent))
     return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {out}")
 
 @contextmanager
 def values_of(path, remedy):
-    """Like intact, but errors of check_values also name the file."""
+    """intact, for a file whose values are checked like flags. Errors name the file."""
     with intact(path, remedy=remedy):
         try:
             yield
@@ -989,20 +986,20 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
     unpickled, so a stranger's file runs no code. Raises UserError."""
     with values_of(path, remedy):
-        with zipfile.ZipFile(path) as file:             # torch.load verifies no checksums
+        with zipfile.ZipFile(path) as file:             # torch.load does not verify checksums
             damaged = file.testzip()
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
-            raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
+            raise ValueError(f"it has format {about['format']}, not {data.FORMAT}")
         if about["finished"] is not True:
             counts = [about[name] for name in ("step", "evaluated", "threads")]
             counts += [n for _, n in about["sums"].values()]
             numbers = [about["best_score"], *(total for total, _ in about["sums"].values())]
             if {*map(type, counts)} != {int} or {*map(type, numbers)} != {float}:
-                raise ValueError("its progress is not what it should be")
+                raise ValueError("its progress has values of the wrong type")
         check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
@@ -1032,7 +1029,7 @@ class Run:
         if self.settings.max_length > config.max_positions:
             raise UserError("--max-length must be at most --max-positions")
         self.is_toy = saved["corpus"] is None
-        # A path to published weights, or None. The weights may be those of a trained BATCH-TOME.
+        # A path to published weights, or None. A BATCH-TOME file is already trained.
         self.init = saved["init"] and saved["init"]["path"]
         self.has_batch_tome = bool(self.init) and saved["init"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
@@ -1040,8 +1037,8 @@ class Run:
         self.read_checkpoint = cache(read_checkpoint)
 
     def open(self, device=None, appended=False):
-        """Returns the run. appended: with the text of --append, otherwise with the corpus that
-        training uses. Raises UserError if the corpus is missing, damaged or not the run's."""
+        """Opens the corpus and returns the run. appended: with the text of --append, otherwise the
+        corpus used in training. Raises UserError if it is missing, damaged or a different one."""
         self.base = self.appended() if appended else self.out
         folder = self.base / "corpus"
         if not folder.exists():
@@ -1054,14 +1051,14 @@ class Run:
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
-        k, config = self.settings.k_finetune, self.config
+        k, config = self.settings.k_finetune, self.config   # k_answer_shard grows in proportion
         self.task_config = replace(config, k_answer=k,
                                    k_answer_shard=config.k_answer_shard * k // config.k_answer)
         return self
 
     def plan(self, kind):
-        """The default Plan of a stage. A baseline has no stage batch-tome, and its tome is trained
-        for the steps of both. A batch-tome from trained weights (--init) has no steps."""
+        """The default Plan of a stage. A baseline has no batch-tome, so its tome also trains for
+        the steps of that stage. A batch-tome that is already trained has no steps."""
         schedules = self.settings.schedule
         first, schedule = schedules["batch-tome"], schedules.get(f"{kind}-{self.blocks}",
                                                                  schedules[kind])
@@ -1100,14 +1097,14 @@ class Run:
 
     def check_sources(self, path, made_from, wanted):
         """Raises UserError if a result was not made from the wanted files, {name: checksum}."""
-        with intact(path, remedy="remove it to make it again"):
+        with intact(path, remedy="remove it to rebuild it"):
             others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
         if others:
             source = self.out / f"{others[0]}.pt"
             if source.exists():
                 self.read_checkpoint(source)            # raises if the source is damaged
-            raise UserError(f"{path} was made from another {others[0]}; remove {path} to make it "
-                            "again, or choose another --out")
+            raise UserError(f"{path} was made from another {others[0]}; remove {path} to have it "
+                            "rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
@@ -1116,7 +1113,7 @@ class Run:
             return None
         checkpoint = self.read_checkpoint(path)
         if checkpoint["plan"].name != plan.name:
-            raise UserError(f"{path} is {checkpoint['plan'].name}; give it its name, or remove it")
+            raise UserError(f"{path} contains {checkpoint['plan'].name}; rename it or remove it")
         self.check_sources(path, checkpoint["about"].get("made_from"), self.made_from(plan.kind))
         return checkpoint
 
@@ -1153,15 +1150,15 @@ def read_run(out, blocks=1):
     with values_of(path, "choose another --out"):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
-            raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
+            raise ValueError(f"it has format {saved['format']}, not {data.FORMAT}")
         for name, keys in (("corpus", {"path", "checksum"}),
                            ("init", {"path", "vocab", "weights", "trained"})):
             if saved[name] is not None and saved[name].keys() != keys:
-                raise ValueError(f"{name} is not what it should be")
+                raise ValueError(f"{name} does not have the right keys")
         return Run(out, saved, blocks)
 
 def open_run(out, task=None, blocks=1, device=None, n_search=0):
-    """(run, trained TOME, whole memory), with the text of --append. Writes nothing."""
+    """(run, trained TOME, whole memory), including appended text. Writes nothing."""
     fast_matmul()
     run = read_run(out, blocks).open(device, appended=True)
     tome = load_model(run, task or "tome")
@@ -1170,7 +1167,7 @@ def open_run(out, task=None, blocks=1, device=None, n_search=0):
 # ---- What a command asks for ---------------------------------------------------------------------
 
 def with_flags(saved, args):
-    """run.json (`saved`) with the values that this command's flags change. Raises UserError."""
+    """The contents of run.json with the flags of this command applied. Raises UserError."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
     saved = saved | {name: given[name] for name in ("preset", "seed") if name in given}
@@ -1187,7 +1184,7 @@ def with_flags(saved, args):
     return saved | {"settings": settings}
 
 def describe_published(path, config):
-    """(what run.json contains about --init, its sizes {name: value}). Raises UserError."""
+    """(the entry of --init in run.json, its sizes {name: value}). Raises UserError."""
     config, state, _, _ = read_published(path, config)
     trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
@@ -1195,10 +1192,10 @@ def describe_published(path, config):
                         "weights: that of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
-        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights have "
+        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, but the weights have "
                         f"{config.vocab_size:,}; put the matching vocab.txt there")
     if os.path.isfile(path) and not (trained and config.n_blocks == 1):
-        raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
+        raise UserError(f"--init {path}: not a BATCH-TOME with one memory layer; give a TOME to "
                         "--stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
     names += ["key_dim", "value_dim", "coref_dim"] * trained
@@ -1207,7 +1204,7 @@ def describe_published(path, config):
     return init, {name: getattr(config, name) for name in names}
 
 def file_checksum(name, path):
-    """The checksum of the file that a flag names. Raises UserError if it does not exist."""
+    """The checksum of the file that a flag names. Raises UserError if there is no such file."""
     if not os.path.isfile(path):
         raise UserError(f"{flag(name)} {path}: no such file")
     return checksum(path)
@@ -1251,7 +1248,7 @@ def inherit(args):
                "tome": ["tome-1.pt", "tome-2.pt"]}
     part = Path(f"{out}.part")
     with alone_in(part):
-        for path in part.iterdir():                 # from a command that was killed
+        for path in part.iterdir():                 # left by a command that was killed
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in sum((results[stage] for stage in before_it), []):
             source = old.out / name
@@ -1292,8 +1289,8 @@ def settle(args):
                  for stage in run.stages_to(kind) if stage != "memory"]
 
 def stage_plan(run, kind, args=None):
-    """The Plan of a stage: from its file once it has begun, otherwise the run's default with the
-    flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
+    """The Plan of a stage: if it has begun, the one in its file, otherwise the run's default with
+    the flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
     plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None:
@@ -1331,7 +1328,7 @@ def stage_flags(run, args):
     return flags
 
 def needs_memory(run, plan, args):
-    """Whether the memory, which is made after batch-tome, is needed and missing."""
+    """Whether the memory, which follows batch-tome, is needed but missing."""
     return (plan.kind == "batch-tome" and args.stage != "batch-tome"
             and not (run.out / "memory").exists())
 
@@ -1356,7 +1353,7 @@ def announce(run, plans, args):
 
 def prepare(run, source):
     """The first process makes the corpus and run.json if they are missing; the others wait."""
-    ann.barrier()               # all processes have read the folder
+    ann.barrier()               # all processes have read the existing files
     if ann.rank_and_size()[0] == 0:
         if not (run.out / "corpus").exists():
             if run.is_toy:
@@ -1410,11 +1407,11 @@ def make_memory(run, corpus, folder, old_folder=None):
                  np.dtype(run.settings.memory_dtype), made_from, old_folder)
 
 def append(run, file, replace_articles):
-    """Adds a corpus file and its memory in a new folder appended-NNNN, which training never uses.
-    replace_articles: articles of the file replace those with the same title."""
+    """Adds a corpus file and its memory as a new folder appended-NNNN, which training never uses.
+    replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    # With --replace two files can replace each other in turn, so only the last append counts.
+    # With --replace a file may be appended again if another one has replaced its articles since.
     if record in (done[-1:] if replace_articles else done):
         say(f"{file} was appended before, to {run.base}; nothing is left to do.")
         return
@@ -1446,7 +1443,7 @@ def append_corpus(run, file, part, replace_articles, appended):
     if unknown:
         shown = ", ".join(unknown[:10]) + (", …" if len(unknown) > 10 else "")
         say(f"{file}: {len(unknown):,} words are not in the vocabulary, so names that contain them "
-            f"are hardly recognised: {shown}")
+            f"may not be recognised: {shown}")
     make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
@@ -1473,9 +1470,9 @@ def alone_in(out):
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(folder)
-        raise UserError(f"--out {out}: another train.py is at work there") from None
+        raise UserError(f"--out {out}: another train.py is running there; wait for it") from None
     except (ImportError, OSError):          # Windows; some network drives
-        say(f"{out} cannot be locked: start no second train.py there.")
+        say(f"{out} cannot be locked; do not start a second train.py there.")
     try:
         yield
     finally:
@@ -1489,8 +1486,8 @@ def alone_in(out):
 
 @contextmanager
 def signals_to(handler):
-    """Ctrl-C and SIGTERM call handler(number, frame). Outside the main thread, where Python handles
-    no signals, this does nothing."""
+    """Ctrl-C and SIGTERM call handler(number, frame). Outside the main thread, as in a notebook,
+    Python cannot handle signals, and this does nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -1501,9 +1498,9 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Switches to faster float32 products on processors without AMX. There oneDNN computes in
-    float32 even with the setting "bf16", on AMD's in half of MKL's time. A test product verifies
-    this. Two programs whose bits should agree must both call this function."""
+    """Speeds up float32 products on processors without AMX. There oneDNN's setting "bf16" still
+    computes in float32, and is faster than MKL on AMD. It is undone if a test product is inexact.
+    All runs whose results must be bit-identical have to call it."""
     # A compiled product is cached for each shape. Batches have many shapes, and the default of
     # 1,024 products takes gigabytes.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -1522,9 +1519,10 @@ def say(text, file=None):
         tqdm.write(data.printable(text), file)
 
 def say_figures(figures, place=""):
-    """Prints one aligned line of the training log, if anything was measured. It contains the mean
-    losses; "tokens", the fraction of masked tokens predicted correctly, and "attention", that of
-    masked mentions on memories of their entity, both seen/unseen; the accuracy on dev examples."""
+    """Prints one aligned line of the training log, if anything was measured: the mean losses, then
+    "tokens" (percentage of masked tokens predicted correctly) and "attention" (of masked mentions
+    on memories of their entity), each seen/unseen, or in fine-tuning the accuracy on dev examples.
+    log.jsonl has all figures."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
@@ -1551,9 +1549,9 @@ def choose_device(name=None):
     return torch.device("cuda", index)
 
 def join_processes(device):
-    """Joins the other processes that torchrun started, if any, and fails if they do not come within
-    minutes. Later they may wait for a day, while the first one tokenises the corpus. A process that
-    dies closes its connections, so the others notice at once. Raises UserError."""
+    """Joins the other processes that torchrun started, if any, and waits minutes for them. Later
+    they may wait for a day while the first one tokenises the corpus; if a process dies, its closed
+    connections tell the others at once. Raises UserError for incomplete variables of torchrun."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
         return
@@ -1584,24 +1582,24 @@ def options(f):
     return {"type": kind, "metavar": kind.__name__.upper(), "help": f.metadata["help"]}
 
 PATH = {"type": os.path.abspath, "metavar": "PATH"}
-ARGUMENTS = {       # flags that are no settings, in groups, with argparse's arguments
+ARGUMENTS = {       # flags that are not settings, in groups, with their arguments of add_argument
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
-        "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if available"},
+        "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is one"},
         "quiet": {"action": "store_true", "help": "no report at the end"}},
     "a new run; in an existing folder these may be left out": {
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME, a file of the paper's own code"},
-        "from": PATH | {"dest": "old", "help": "reuse the results of this run from before the "
-                        "stage; settings that they do not depend on may be changed"}},
+        "from": PATH | {"dest": "old", "help": "reuse this run's results of earlier stages; "
+                        "settings that do not affect these results may be changed"}},
     "the stage; stored in its file when it begins": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
-        "start": {"help": "start from the weights in this .pt file or TOME file of the paper's own "
-                  "code (with --steps 0, use them as they are), or from \"scratch\""},
-        "task": {"choices": ("claims", "qa"), "help": "task of --stage finetune"},
+        "start": {"help": 'start from this .pt file or TOME file of the paper\'s own code (with '
+                  '--steps 0: taken as trained), or, for "scratch", from random weights'},
+        "task": {"choices": ("claims", "qa"), "help": "what --stage finetune trains"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
         "replace": {"action": "store_true", "default": None,
@@ -1643,7 +1641,7 @@ def train(args):
     run.open(args.device)
     for plan in plans:
         started, checkpoint = time.time(), run.checkpoint(plan)
-        ann.barrier()               # all processes have read the file that this stage may write
+        ann.barrier()               # all processes have read what this stage may write
         if checkpoint is None or not checkpoint["about"]["finished"]:
             say(f"Stage {plan.name}, in {precision_on(run.config, run.device)}.")
             train_stage(run, plan, checkpoint)
@@ -1661,14 +1659,14 @@ def train(args):
     return plans[-1]
 
 def report(args, plan):
-    """Runs eval.py (which imports this file) on the result. Returns its exit status. Several
-    processes only print the command, since their memory may be too large for one process."""
+    """Runs eval.py, which imports this file, and returns its exit status. Several processes only
+    print the command, since their memory may be too large for one process."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:
         flags.append(f"--n-search={plan.n_search}")
     if ann.rank_and_size()[1] > 1:
-        say(f"Finished; python eval.py {' '.join(flags)} shows what was learned.")
+        say(f"Finished. For the report run python eval.py {' '.join(flags)}")
         return 0
     sys.stdout.flush()
     torch.cuda.empty_cache()            # makes room for eval.py
@@ -1700,7 +1698,7 @@ def main(argv=None):
         reason = " ".join(str(error).split("\nException raised from")[0].split())
         if "gloo" in str(error) or isinstance(error, dist.DistError):
             status = data.complain("train.py", "another process has ended, or the processes cannot "
-                                   f"reach each other ({reason:.500}); mend what it says")
+                                   f"reach each other ({reason:.500}); fix the cause and rerun")
         elif data.is_out_of_memory(error):
             status = data.complain("train.py", f"out of memory ({reason:.150}); the same command "
                                    "continues from the last checkpoint")

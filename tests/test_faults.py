@@ -154,7 +154,7 @@ def test_a_folder_in_use_by_another_command_is_left_alone(done, tmp_path, small)
         folder = os.open(out, os.O_RDONLY)
         fcntl.flock(folder, fcntl.LOCK_EX)
         one_sentence(quietly(train.main, ["--stage", "tome", "--out", out]),
-                     f"{out}: another train.py is at work")
+                     f"{out}: another train.py is running")
         if before:
             assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0   # reading is allowed
         os.close(folder)                    # the other command has ended

@@ -108,7 +108,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def several(folder, tmp_path_factory):
-    """The results of each of 2, 4 and 3 processes after the first step of each stage (3: of tome)."""
+    """Each of 2, 4 and 3 processes after the first step of each stage (3 processes: of tome)."""
     done = {}
     for size, stages in ((2, STAGES), (4, STAGES), (3, ("tome",))):
         results = tmp_path_factory.mktemp(f"{size}")
@@ -153,7 +153,7 @@ def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_bytes_sent_per_step_follow_the_readmes_formula(several, size):
+def test_the_number_of_bytes_sent_per_step_follows_from_the_shapes(several, size):
     """What a process sends per step of stage tome, with one memory layer."""
     results, d_K, d_V, k_shard, k_answer_shard = several[size]["tome"], 64, 128, 64, 40
     mentions = [r["mentions"] for r in results]

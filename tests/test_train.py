@@ -1,6 +1,6 @@
 """The run folder's contract, the stages, mistakes in flags.   python -m pytest tests/test_train.py
 
-"Contract 1" to "8" refer to the eight numbered sentences about the run folder.
+"Contract 1" to "8" refer to the numbered sentences about the run folder in the README.
 """
 import json
 import os
@@ -116,7 +116,7 @@ def test_a_flag_that_contradicts_run_json_is_refused_with_both_values(
     refused(run("tome", done, flag, value), f"{flag} {value}", before, "leave the flag out",
             "choose another --out")
     assert not difference(done, whole)
-    works("tome", done, "--preset", "toy", "--seed", 0, "--hidden", 96, "--clip", 1)    # equal values
+    works("tome", done, "--preset", "toy", "--seed", 0, "--hidden", 96, "--clip", 1)    # the same
 
 def test_a_corpus_file_may_move_but_not_change(tmp_path, corpus_file):
     out = tmp_path / "run"
@@ -206,7 +206,7 @@ def test_a_second_command_does_not_empty_the_new_folder_of_the_first(reference, 
     (part / "batch-tome.pt").write_text("half of it")
     folder = os.open(part, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    refused(run("tome", tmp_path / "new", "--from", reference.whole), "another train.py is at work")
+    refused(run("tome", tmp_path / "new", "--from", reference.whole), "another train.py is running")
     os.close(folder)
     assert (part / "batch-tome.pt").exists()
     works("tome", tmp_path / "new", "--from", reference.whole, "--steps", 1)
@@ -255,7 +255,7 @@ def test_a_stage_that_has_begun_continues_with_its_flags_or_a_lower_rate(before,
     assert (about(out / "tome-1.pt")["lr"], about(out / "tome-1.pt")["batch"]) == (1e-4, 4)
 
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
-def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
+def test_a_weight_that_is_not_finite_is_never_saved_and_the_advice_works(
         before, monkeypatch, when):
     real, calls, out = torch.optim.AdamW.step, [], before("tome")
 
@@ -268,7 +268,7 @@ def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", blows_up)
     result = run("tome --blocks 2", out)
-    refused(result, "not a number at step", "tome-2.pt keeps the last good step")
+    refused(result, "not finite at step", "tome-2.pt keeps the last good step")
     advice = result[2].split("--stage tome ")[1].rstrip(".").split()
     monkeypatch.setattr(torch.optim.AdamW, "step", real)
     assert advice[:3] == ["--blocks", "2", "--lr"]
@@ -572,7 +572,7 @@ def test_more_processes_than_passages_are_refused(reference, monkeypatch):
     loaded = train.read_run(reference.whole).open("cpu")
     n = len(train.training_passages(loaded))
     monkeypatch.setattr(train.ann, "rank_and_size", lambda: (0, n + 1))
-    with pytest.raises(data.UserError, match=f"start at most {n}"):
+    with pytest.raises(data.UserError, match=f"only {n} passages to train on"):
         train.training_passages(loaded)
 
 def test_no_training_passage_mentions_an_entity_held_out_by_unseen(tmp_path):
