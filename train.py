@@ -83,10 +83,10 @@ class Settings:
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The paper has none of these: batch-tome with the memory off until fit_retrieval sets the
     # retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps before the fit")
-    own_values: int = setting(0, (0, 1), "1: before the fit, give each mention its own value")
-    fit_passages: int = setting(4000, (1, 10**6), "number of passages for the fit")
-    fit_by_entity: int = setting(0, (0, 1), "1: the fit uses entity labels")
+    memory_from: float = setting(0.0, (0, 0.99), "part of batch-tome's steps before fit_retrieval")
+    own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
+    fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
+    fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
