@@ -1,27 +1,25 @@
-"""What a trained TOME knows, and where it knows it from (paper §4, app. B–D).
+"""Measures what a trained TOME knows, and where the knowledge comes from (paper §4, app. B–D).
 
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
-An accuracy alone says little about a memory. So the report compares "memory", the accuracy with the
-whole memory, with these controls:
+An accuracy alone says little about a memory. So the report compares the accuracy with the whole
+memory ("memory"; in the log of training "tokens") with these controls:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values
     without_memory   the memory layers are off; the answer to a question is still retrieved
     fact_removed     the article of the subject, which states the fact, is hidden
-    bridge_removed   the article of the entity between two facts is hidden: in "the mayor of X's
-                     birthplace" that of the birthplace
+    bridge_removed   the article of the entity between two facts is hidden: the director's in
+                     "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
-An entity is "seen" if a training passage links it, otherwise "unseen". This program only reads the
-run folder. In order: functions for use from Python, figures; then BM25, pictures, the report and
-the command line."""
+"visible" and "masked" are the attention of such mentions on memories of their own entity. An entity
+is "seen" if a training passage links it, otherwise "unseen". The run folder is only read."""
 import argparse
 import json
 import os
 import re
-import shlex
 import sys
 import textwrap
 import warnings
@@ -40,18 +38,18 @@ import train
 from memory import MentionMemory, attention_weights
 from tome import TOME, claim_logits, predict_entity
 
-# ---- From Python: ask, and see what mentions retrieve (tables 3, 4, 12) --------------------------
+# ---- For use from Python: ask, and see what mentions retrieve (tables 3, 4, 12) ------------------
 
 class Opened(NamedTuple):
     """An open run folder."""
     run: train.Run
     tome: TOME
-    memory: MentionMemory       # a baseline's EntityTable
+    memory: MentionMemory       # or a baseline's EntityTable
     task: str | None            # "qa", "claims", or None: pre-trained only
 
 class Source(NamedTuple):
     """A memory that was retrieved."""
-    weight: float               # attention weight; those of all retrieved memories add up to 1
+    weight: float               # attention weight; the weights of all retrieved memories sum to 1
     entity: str
     passage: str                # "Title: text before [mention] text after"
 
@@ -62,35 +60,29 @@ class EncodedMention(NamedTuple):
     layers: list                # for each memory layer the Sources with the largest weights
 
 class Answer(NamedTuple):
-    """What the model says to a question or a claim."""
+    """The model's reply to a question or a claim."""
     text: str                   # the name of an entity, or one of data.CLAIM_LABELS
     probability: float          # of this entity in eq. 10, or of the label
-    sources: list               # memories of this entity; for a claim those of the last layer
-    mentions: list              # EncodedMentions; the last one of a question is its answer, [MASK]
+    sources: list               # memories of this entity; for a claim, from the last memory layer
+    mentions: list              # EncodedMentions; a question's last one is its answer, [MASK]
 
 def open_run(out, task=None, blocks=1, device=None, n_search=None, fraction=1.0):
-    """Opens a run folder, and returns what the functions below take first.
+    """Opens a run folder, and returns the first argument of the functions below.
 
     task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
-    TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU where there is one. n_search:
-    search this many buckets of the memory, None: all of it. fraction: the share of the memory's
-    passages to keep. Raises data.UserError."""
-    folder = Path(out)
-    if not os.path.exists(folder / "run.json"):
-        advice = f"run python train.py --stage tome --out {shlex.quote(str(out))}"
-        if any(os.path.exists(path) and not path.is_dir() for path in (folder, *folder.parents)):
-            advice = "give the folder of a run, such as runs/toy"
-        raise data.UserError(f"--out {out}: {folder / 'run.json'} is missing; {advice}")
-    run, tome, memory = train.open_run(out, task, device, n_search, blocks)
+    TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU if there is one. n_search: how
+    many buckets of the memory to search, None for all. fraction: the share of the memory's passages
+    to keep. Raises data.UserError."""
+    run, tome, memory = train.open_run(out, task, blocks, device, n_search)
     if run.is_baseline and (n_search or fraction < 1):
         raise data.UserError(f"{out} is a baseline: it has no mention memory")
     return Opened(run, tome, memory if fraction == 1 else memory.sample(fraction), task)
 
 def ask(opened, text):
-    """The Answer to a question (task "qa"), or to the claim that the text states ("claims").
+    """The Answer to a question (task "qa") or a claim (task "claims").
 
-    Mentions are the names of entities in the text, and what is in [brackets]: in "Where was Ida
-    Hale's [teacher] born?" the second hop starts there. Raises data.UserError without any."""
+    Mentions are the names of entities in the text, and words in [brackets]. In "Where was Ida
+    Hale's [teacher] born?" the second hop starts there. Raises data.UserError if there are none."""
     run, tome, _, task = opened
     if task is None:
         raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
@@ -108,7 +100,7 @@ def ask(opened, text):
     return Answer(name, probability, sources_of(opened, found, 0, entity=entity), mentions)
 
 def encode(opened, text):
-    """The EncodedMentions of a text, in its order. Mentions: as in `ask`."""
+    """The EncodedMentions of a text, in text order. Mentions are found as in `ask`."""
     return forward(opened, *text_batch(opened, text))[1]
 
 def search(opened, encoding, n=3):
@@ -116,8 +108,8 @@ def search(opened, encoding, n=3):
     return sources_of(opened, retrieve(opened, encoding), 0, n)
 
 def example_of(run, text):
-    """A typed text as an Example, with its mentions (see `ask`)."""
-    parts = re.split(r"\[([^][]*)\]", text)         # every second one was in brackets
+    """A text as an Example, with its mentions (see `ask`)."""
+    parts = re.split(r"\[([^][]*)\]", text)         # every second part was in brackets
     plain, place = "".join(parts), np.cumsum([0, *map(len, parts)]).tolist()
     mentions = [data.Mention(a, b, None) for a, b in zip(place[1::2], place[2::2]) if a < b]
     bracketed = {i for mention in mentions for i in range(mention.start, mention.end)}
@@ -130,11 +122,10 @@ def example_of(run, text):
 
 @lru_cache(maxsize=1)
 def names_in(corpus):
-    """data.name_index of the corpus's entities."""
     return data.name_index(corpus.entity_names)
 
 def text_batch(opened, text):
-    """(Batch of one typed text, {number of a mention: its words}); -1 is a question's answer."""
+    """(Batch of one text, {number of a mention: its words}). Number -1 is a question's answer."""
     example = example_of(opened.run, text)
     batch = train.examples_batch(opened.run, opened.task, [example]).to(opened.run.device)
     words = {i: example.text[m.start:m.end] for i, m in enumerate(example.mentions)}
@@ -145,8 +136,8 @@ def text_batch(opened, text):
 
 @torch.no_grad()
 def forward(opened, batch, words):
-    """(H, EncodedMentions): TOME over a Batch of one text. words: {number of a mention: what to
-    call it}; other mentions are left out."""
+    """(H, EncodedMentions): TOME over a Batch of one text. words: {number of a mention: its words}
+    for the mentions to return."""
     tome = opened.tome.eval()
     H, retrieved = tome(batch.tokens, batch.attention_mask, batch, opened.memory)
     z = tome.entity_query(H, batch.row, batch.start, batch.end)                           # (M, d_K)
@@ -160,7 +151,7 @@ def retrieve(opened, encoding):
     return opened.memory.retrieve(encoding[None], passage, config.k_answer, config.k_answer_shard)
 
 def sources_of(opened, found, m, n=3, entity=None):
-    """The n best Sources of mention m of Retrieved, or of those the n best of one entity."""
+    """The n best Sources that mention m retrieved, or the n best among those of one entity."""
     if opened.run.is_baseline:
         return []
     corpus, weights = opened.run.corpus, attention_weights(found.scores[m])
@@ -176,10 +167,10 @@ def sources_of(opened, found, m, n=3, entity=None):
 
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json, for at most n held-out mentions
-    of each of train.GROUPS: train.masked_mentions' figures, null for a group without mentions.
-    Except for a baseline also the accuracy with the memory emptied and with its values shuffled,
-    the gain, which is "memory" minus "emptied", the mean over mentions, with its 95% interval or
-    nulls, and how often BM25's vote picks the correct entity."""
+    of each of train.GROUPS (null for a group without mentions): the figures of
+    train.masked_mentions and, except for a baseline, the accuracy with the memory emptied and with
+    its values shuffled, the fractions by BM25's vote, and the gain. The gain is "memory" minus
+    "emptied", averaged over mentions, with its 95% interval or nulls."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
@@ -193,10 +184,11 @@ def masked_mention_figures(run, tome, memory, n=1000):
             Query(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
                   [corpus.passage_of(m)]) for m in mentions])
     figures = {"masked_mention": {}, "same_entity_mass": {}}
-    for kind, cell in measured.items():
-        chosen, size = group == kind, {"n": cell.pop("n")}
-        mass = {x: cell.pop(f"mass_{x}") for x in ("visible", "masked")}
-        cell = {"memory": cell.pop("accuracy"), **cell}
+    for kind, found in measured.items():
+        chosen, size = group == kind, {"n": found["n"]}
+        mass = {"visible": found["mass_visible"], "masked": found["mass_masked"]}
+        cell = {"memory": found["accuracy"], "entity": found["entity"],
+                "recall@20": found["recall@20"]}
         if not run.is_baseline:
             low, high = interval(gains[chosen], articles[chosen]) or (None, None)
             cell |= {"emptied": emptied[kind]["accuracy"], "shuffled": shuffled[kind]["accuracy"],
@@ -209,26 +201,23 @@ def masked_mention_figures(run, tome, memory, n=1000):
         figures["same_entity_mass"][kind] = mass | size
     return figures
 
-def task_figures(run, tome, memory, task, path=None):
-    """The key "claims" or "qa" of --json: the cell of a file, or {hops: {group: cell}} for the toy
-    world's tests, and there recall@20 over all questions."""
-    if path:
-        return figures_of(run, tome, memory, task, train.task_examples(run, task, path))
+def toy_figures(run, tome, memory, task):
+    """{hops: {group: cell}} for the toy world's tests, and recall@20 over all questions."""
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
     for hops, kinds in figures.items():
         for kind, split in (("seen", "test"), ("unseen", "unseen")):
-            path = train.toy_file(run, task, hops, split)
-            kinds[kind] = task_figures(run, tome, memory, task, path)
+            examples = train.task_examples(run, task, train.toy_file(run, task, hops, split))
+            kinds[kind] = figures_of(run, tome, memory, task, examples)
         cells += kinds.values()
     for name in sorted({"recall@20", "bm25_recall@20"} & cells[0].keys()):
         figures[name] = np.average([c[name] for c in cells], weights=[c["n"] for c in cells])
     return figures
 
 def figures_of(run, tome, memory, task, examples):
-    """The cell of these examples: each figure's mean, in "interval" its 95% interval, and "n".
-    Figures: accuracies with the memory and the controls that the examples allow, recall@20, and
-    "answer_is_entity", the share of questions with an answer among the corpus's entities. Only
-    these can be answered."""
+    """The cell of these examples: each figure's mean, "interval" with its 95% interval, and "n".
+    Figures: accuracies with the memory and with the controls that the examples allow, recall@20,
+    and "answer_is_entity", the fraction of questions with an answer among the corpus's entities,
+    which are the only ones that can be answered."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)
@@ -239,16 +228,16 @@ def figures_of(run, tome, memory, task, examples):
         values["answer_is_entity"] = [len(answers) > 0 for answers in known]
     controls = {"without_memory": (memory, {"attend": False})}
     if not run.is_baseline:
-        controls["emptied"] = memory.sample(0), {}
-        # Only where every example names an article: nothing would be removed for the others.
+        controls["emptied"] = (memory.sample(0), {})
+        # Only if every example names an article, since otherwise some would have nothing removed.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
             titles = [e.info.get(field) for e in examples]
             if all(isinstance(title, str) and title in corpus.article_index for title in titles):
-                controls[name] = memory, {"without": field}
+                controls[name] = (memory, {"without": field})
     for name, (rows, options) in controls.items():
         values[name] = [item.is_correct for item in measure(rows, progress=name, **options)]
     if task == "qa" and not run.is_baseline:
-        # A passage holds several of TOME's memories: this favours BM25 (app. B.4).
+        # A passage contains several of TOME's memories, which favours BM25 (app. B.4).
         texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
         queries = [Query(text, answers, []) for text, answers in zip(texts, known)]
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
@@ -256,17 +245,16 @@ def figures_of(run, tome, memory, task, examples):
     truths = [set(e.answers) if task == "qa" else {e.label} for e in examples]
     names, counts = np.unique([truth for each in truths for truth in each], return_counts=True)
     values["majority"] = [names[counts.argmax()] in truth for truth in truths]
-    # The toy world's examples about one fact, such as a true and a false claim, form a group.
+    # In the toy world, examples about one fact, such as a true and a false claim, form a group.
     groups = [f"{e.info.get('subject')} {e.info['relations']}" if "relations" in e.info else str(i)
               for i, e in enumerate(examples)]
     return {name: train.mean(each) for name, each in values.items()} | {
         "n": len(examples), "interval": {name: interval(x, groups) for name, x in values.items()}}
 
 def interval(values, groups, n_draws=1000):
-    """[low, high], the 95% interval of a mean by bootstrap over groups: n_draws times as many
-    groups as there are, drawn with replacement. values (n,); groups (n,): values of one group are
-    not independent. None below 30 groups, where this interval is too narrow, and where all values
-    are equal."""
+    """[low, high], the 95% interval of a mean by bootstrap over groups, since values in a group are
+    not independent. values, groups (n,). None if there are less than 30 groups, when this interval
+    is too narrow, or if all values are equal."""
     values, (_, group) = np.asarray(values, float), np.unique(groups, return_inverse=True)
     size, total = np.bincount(group), np.bincount(group, values)
     if len(size) < 30 or np.ptp(values) == 0:
@@ -279,25 +267,25 @@ def interval(values, groups, n_draws=1000):
 # ==== Set apart: BM25 =============================================================================
 
 class Query(NamedTuple):
-    """What BM25 is asked. A text's own passages do not vote, and their other entities are no
-    rivals, as in train.masked_mentions."""
+    """A query for BM25. The text's own passages do not vote, and their other entities are excluded,
+    as in train.masked_mentions."""
     tokens: list
     correct: list           # entity numbers
     own: list               # passage numbers
 
 def bm25(corpus, passages, k1=0.9, b=0.4):
-    """Robertson's BM25 over these passages of the corpus: a function from tokens to the score of
-    each passage (P,).
+    """Robertson's BM25 over these passages of the corpus. Returns a function from tokens to the
+    scores of all passages (P,).
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
-    Token t of the query is in df of n passages and tf times in p; norm grows with p's length."""
+    Token t of the query is in df of n passages and tf times in p. norm grows with p's length."""
     P, n = len(corpus.article), len(set(passages))
     passage = np.repeat(np.arange(P), np.diff(corpus.passage_start))            # of each token
     kept = np.isin(passage, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
     postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + passage[kept],
                              return_counts=True)
-    token, passage = np.divmod(postings, P)                                     # token after token
+    token, passage = np.divmod(postings, P)                                     # sorted by token
     first = np.searchsorted(token, np.arange(corpus.vocab_size + 1))
     norm = k1 * (1 - b + b * np.bincount(passage, tf, P) * n / max(tf.sum(), 1))    # (P,)
     df = np.bincount(token)[token]
@@ -309,14 +297,14 @@ def bm25(corpus, passages, k1=0.9, b=0.4):
     return scores
 
 def bm25_ranks(corpus, passages, queries, k=20):
-    """For each Query the rank of its correct entities in BM25's vote, infinite without a vote. Each
-    of the k best passages adds its score to the votes of every entity that it links. Of equal votes
-    that of the correct entity comes last."""
+    """For each Query the rank of its correct entities in BM25's vote, infinite without votes. Each
+    of the k best passages adds its score to the votes of every entity that it links. Ties are
+    broken against the correct entity."""
     score, ranks = bm25(corpus, passages), []
     for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
         scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
         scores[own] = 0
-        # Rounded, so that ties are ties in whatever order a machine adds.
+        # Rounded, so that ties do not depend on the order in which a machine adds.
         for p in np.argsort(-scores.round(9), kind="stable")[:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
@@ -339,7 +327,7 @@ def new_figure(path):
     return figure
 
 def by_size(run, tome, memory, shares, n=300):
-    """{group: accuracies with these shares of the memory}, for n masked mentions of each group."""
+    """{group: [accuracy with each of these shares of the memory]}, for n mentions of each group."""
     mentions, rows = train.sample_eval_mentions(run, n), {}
     for share in shares:
         measured, _ = train.masked_mentions(run, tome, memory.sample(share), mentions,
@@ -360,14 +348,14 @@ def draw_run(figure, opened, blocks):
     right.legend(frameon=False)
 
 def draw_training(axis, run, blocks):
-    """Masked tokens predicted correctly, and the attention of masked mentions on memories of their
-    entity, over the steps in log.jsonl."""
+    """Plots the fraction of masked tokens predicted correctly, and the attention of masked mentions
+    on memories of their entity, over the steps in log.jsonl."""
     records, steps, points, end = [], [], [], 0
     for line in (run.out / "log.jsonl").read_text("utf-8").splitlines():
         with suppress(ValueError):                  # a crash may have cut a line off
             records.append(json.loads(line))
     for stages in (["batch-tome"], ["tome", f"tome-{blocks}"]):
-        # Of equal steps, after a crash, the last one.
+        # After a crash a step can occur twice, and the last record counts.
         found = {r["step"]: r for r in records if r["stage"] in stages and "seen" in r}
         if end and found:
             axis.axvline(end, color="grey", lw=0.8, label="stage tome begins")
@@ -381,11 +369,11 @@ def draw_training(axis, run, blocks):
         for group, style in zip(train.GROUPS, ("-", ":")):
             values = [point[group][key] for point in points]
             axis.plot(steps, values, style, color=color, label=f"{title}, {group}")
-    axis.set(xlabel="steps", ylim=(-0.03, 1.03))
+    axis.set(xlabel="steps", ylabel="fraction", ylim=(-0.03, 1.03))
     axis.legend(frameon=False, fontsize="small")
 
 def draw_mentions(figure, mentions):
-    """A panel for each memory layer: mentions, with lines to the memories that they attend to."""
+    """Draws a panel for each memory layer: mentions, with lines to the memories they attend to."""
     layers = [*zip(*(mention.layers for mention in mentions))]
     figure.set_size_inches(10, sum(0.5 + 0.2 * sum(map(len, layer)) for layer in layers))
     for n, layer in enumerate(layers):
@@ -404,13 +392,13 @@ def draw_mentions(figure, mentions):
 # ==== Set apart: the report and the command line ==================================================
 
 LEGENDS = {
-    None: "memory, emptied, shuffled: masked tokens predicted correctly, with the memory, with it "
-          "emptied, with its values shuffled; 50%, 10%: with a part of it. gain: memory minus "
-          "emptied. entity: eq. 10 picks the correct entity; bm25: BM25's vote does. visible, "
-          "masked: attention of such mentions on memories of their own entity.",
-    "qa": "Questions answered correctly, with the memory and with controls (see eval.py). "
+    None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
+          "memory, with it emptied, with its values shuffled; 50%, 10%: with that share of it. "
+          "gain: memory minus emptied. entity, bm25: eq. 10, BM25's vote picks the correct entity; "
+          "@20: it is among the 20 best. visible, masked: attention on memories of their entity.",
+    "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
           "recall@20: a correct answer is among the 20 best memories, or BM25's passages.",
-    "claims": "Claims judged correctly, with the memory and with controls (see eval.py)."}
+    "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}
 TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",
           "answer_is_entity": "answerable"}
 
@@ -421,16 +409,18 @@ def report(opened, args):
         advice = f"no figures: give --task {task} --examples FILE"
         if args.json:
             raise data.UserError(advice)
-        train.say(advice)                   # no error: training ends with this report
+        train.say(advice)                   # not an error: training ends with this report
         return
-    if task:
-        figures = {task: task_figures(run, tome, memory, task, args.examples)}
-        cells = {"all": figures[task]}
-        if "n" not in figures[task]:        # the toy world's
-            cells = {f"{hops} {kind}": cell for hops in ("one_hop", "two_hop")
-                     for kind, cell in figures[task][hops].items()}
-            if task == "qa":
-                cells["all"] = {name: x for name, x in figures[task].items() if "recall" in name}
+    if args.examples:
+        examples = train.task_examples(run, task, args.examples)
+        cells = {"all": figures_of(run, tome, memory, task, examples)}
+        figures = {task: cells["all"]}
+    elif task:
+        figures = {task: toy_figures(run, tome, memory, task)}
+        cells = {f"{hops} {kind}": cell for hops in ("one_hop", "two_hop")
+                 for kind, cell in figures[task][hops].items()}
+        if task == "qa":
+            cells["all"] = {name: x for name, x in figures[task].items() if "recall" in name}
     else:
         figures = masked_mention_figures(run, tome, memory)
         cells = {kind: cell | figures["same_entity_mass"][kind]
@@ -448,7 +438,7 @@ def table_row(cell):
     """{column: text} of a cell of figures. The interval is that of the gain, or of "memory"."""
     row, intervals = {}, cell.get("interval", {})
     for name, value in cell.items():
-        if isinstance(value, float):
+        if isinstance(value, float):                # not "gain", "interval" or "n"
             row[TITLES.get(name, name)] = f"{value:.3f}"
         elif name == "gain" and value:
             row[name], intervals = f"{value[0]:.3f}", {"gain": value[1:]}
@@ -458,7 +448,7 @@ def table_row(cell):
     return row | {"n": str(cell.get("n", "-"))}
 
 def say_table(rows, width=80):
-    """Prints {row: {column: text}} as aligned columns, in as many blocks as the width needs."""
+    """Prints {row: {column: text}} as aligned columns, in blocks that fit the width."""
     names = dict.fromkeys(name for row in rows.values() for name in row if name != "n")
     columns = [[name, *(row.get(name, "-") for row in rows.values())] for name in [*names, "n"]]
     columns = [[text.rjust(max(map(len, column))) for text in column] for column in columns]
@@ -472,7 +462,6 @@ def say_table(rows, width=80):
         train.say("\n" + "\n".join("  ".join(line) for line in zip(*block)))
 
 def say_sources(title, sources):
-    """Prints memories, each with its weight."""
     lines = [f"    {source.weight:.2f}  {source.passage}" for source in sources]
     train.say("\n".join([f"  {title}", *lines]))
 
@@ -484,8 +473,8 @@ def say_mentions(mentions):
             say_sources(mention.words, mention.layers[n])
 
 def show_masked(opened, n):
-    """Masks n held-out mentions, of the groups in turn; prints what each retrieves and what the
-    model predicts. Returns them as EncodedMentions."""
+    """Masks n held-out mentions, taken from the groups in turn, and prints what each retrieves and
+    what the model predicts. Returns them as EncodedMentions."""
     run, corpus, encoded = opened.run, opened.run.corpus, []
     mentions = train.sample_eval_mentions(run, n)
     group = run.entity_group[corpus.mention_entity[mentions]]
@@ -493,7 +482,7 @@ def show_masked(opened, n):
     chosen = [m for pair in in_turn for m in pair if m is not None][:n]
     if not chosen:
         raise data.UserError("--show: no held-out passage names an entity that another passage "
-                             "names too; give --show a text")
+                             "also names; give --show a text")
     for m in chosen:
         batch = data.eval_batch(corpus, [m]).to(run.device)
         words = f"{data.MASK} ({corpus.entity_names[corpus.mention_entity[m]]})"
@@ -505,55 +494,56 @@ def show_masked(opened, n):
     return encoded
 
 def parse_arguments(argv):
-    """The command line. Flags that would do nothing are refused."""
+    """The parsed command line. Flags that would have no effect are errors."""
     parser = argparse.ArgumentParser(description="Evaluate a run of train.py.", allow_abbrev=False)
     add = parser.add_argument
     add("--out", default="runs/toy", help="folder of the run (default: runs/toy)")
     add("--blocks", type=int, choices=(1, 2), default=1, help="TOME-1 or TOME-2 (default: 1)")
-    add("--task", choices=("claims", "qa"), help="the fine-tuned model (default: masked mentions)")
-    add("--examples", metavar="FILE", help="examples to measure (default: the toy world's tests)")
-    add("--memory-fraction", type=float, default=1.0, metavar="F", help="keep this share of it")
+    add("--task", choices=("claims", "qa"), help="fine-tuned model to use (default: pre-trained)")
+    add("--examples", metavar="FILE", help="examples to evaluate on (default: the toy world's)")
+    add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
     add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add("--plot", metavar="FILE.png", help="draw training and the use of the memory; with --show "
         "or --ask what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--json", action="store_true", help="print the figures as a JSON object")
-    add("--show", nargs="?", const="5", metavar="N|TEXT", help="what N masked mentions, or those "
-        "of a text, retrieve (default: 5)")
+    add("--show", nargs="?", const="5", metavar="N|TEXT", help="print what N masked mentions "
+        "(default: 5), or the mentions of a text, retrieve")
     add("--ask", metavar="TEXT", help="answer a question, or with --task claims judge a claim")
     args = parser.parse_args(argv)
     shows = args.show is not None or args.ask is not None
-    if not 0 <= args.memory_fraction <= 1:          # NaN is refused, too
+    if not 0 <= args.memory_fraction <= 1:          # also refuses NaN
         parser.error("--memory-fraction must be between 0 and 1")
     if args.show is not None and args.show.isdecimal() and int(args.show) == 0:
-        parser.error("--show 0 shows nothing; give a number from 1, or a text")
+        parser.error("--show 0 shows nothing; give a number of at least 1, or a text")
     if args.examples and (shows or not args.task):
-        parser.error("--examples goes with --task qa or --task claims, to be measured")
+        parser.error("--examples needs --task qa or --task claims, and no --show or --ask")
     if args.plot and (args.json or not shows and (args.task or args.memory_fraction < 1)):
-        parser.error("--plot draws the pre-trained model with its whole memory, or goes with "
+        parser.error("--plot draws the pre-trained model with its whole memory; otherwise it needs "
                      "--show or --ask")
     if args.ask is not None:
         args.task = args.task or "qa"
     return args
 
 def run_command(args):
-    """What the command line asks for."""
     opened = open_run(args.out, args.task, args.blocks, args.device, args.n_search,
                       args.memory_fraction)
     shows = args.show is not None or args.ask is not None
     if opened.run.is_baseline and (shows or args.plot):
         raise data.UserError(f"{args.out} is a baseline: it has no mention memory")
-    figure = new_figure(args.plot) if args.plot else None       # its errors come first
+    figure = new_figure(args.plot) if args.plot else None       # first, for its errors
     if args.ask is not None:
         answer = ask(opened, args.ask)
         train.say(f"{answer.text} (probability {answer.probability:.2f})")
         say_sources("sources", answer.sources)
-        say_mentions(mentions := answer.mentions)
+        mentions = answer.mentions
+        say_mentions(mentions)
     elif shows and args.show.isdecimal():
         mentions = show_masked(opened, int(args.show))
     elif shows:
-        say_mentions(mentions := encode(opened, args.show))
+        mentions = encode(opened, args.show)
+        say_mentions(mentions)
     elif not figure:
         report(opened, args)
     if figure:
@@ -571,7 +561,7 @@ def main(argv=None):
         run_command(args)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:                 # as of "| head": nobody reads any more
+    except BrokenPipeError:                 # the reader has stopped, for example "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (data.UserError, OSError) as error:
@@ -585,7 +575,5 @@ def main(argv=None):
         return 130
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):     # for a terminal that is not UTF-8
-        if hasattr(stream, "reconfigure"):      # a notebook's streams have no such method
-            stream.reconfigure(errors="backslashreplace")
+    data.print_any_text()
     sys.exit(main())

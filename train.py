@@ -2,27 +2,25 @@
 
     stage        what is trained                  on                     losses
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
-    memory       nothing: the Mention Encoder turns the corpus into the memory
+    memory       nothing; the Mention Encoder turns the corpus into the memory
     tome         TOME over that frozen memory     random passages        MLM + entity prediction
     finetune     TOME over that frozen memory     claims, or questions   labels, entity prediction
 
-    python train.py --stage tome                                all but finetune, on the toy world
+    python train.py --stage tome                                the first three, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
     torchrun --nproc_per_node 2 train.py --stage tome           the same work in two processes
 
-A stage first runs the stages before it that have no result yet, and continues where it stopped. The
-batch, masks and dropout of a step depend on (seed, stage, step, process) alone, so an interrupted
-and resumed run is bit-identical on a CPU.
+A command first runs the earlier stages that have no result yet. Each stage continues where it
+stopped. The batch, masks and dropout of a step depend only on (seed, stage, step, process), so an
+interrupted and resumed run is bit-identical on a CPU.
 
 Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
-mentions. `memory` is a MentionMemory, or the EntityTable of a baseline. The file contains, in this
-order: settings, the stages, the loop, initial weights, evaluation during training, examples; then
-presets, the run folder and the command line.
-"""
+mentions. `memory` is a MentionMemory, or the EntityTable of a baseline."""
 import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +32,7 @@ import zlib
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,53 +57,50 @@ GROUPS = ("seen", "unseen")     # entities that training passages link, and all 
 class Schedule:
     """How long and how fast a stage trains."""
     steps: int = setting(0, (0, 10**9), "steps of the stage")
-    lr: float = setting(1e-4, (1e-12, 10), "largest learning rate of the stage")
-    warmup: int = 0         # steps of linear warm-up, at most a tenth; then linear decay to zero
-    batch: int = setting(32, (1, 10**6), "passages or examples per step; clozes come on top")
+    lr: float = setting(1e-4, (1e-12, 10), "peak learning rate of the stage")
+    warmup: int = 0         # steps of linear warm-up, at most a tenth of the steps (stage_plan)
+    batch: int = setting(32, (1, 10**6), "passages or examples per step; clozes are extra")
 
 @dataclass
 class Settings:
-    """The settings of a run other than the model's (encoder.Config). Each is a flag, such as
-    --passage-length. The defaults are the paper's where it gives them (app. A, B.1)."""
+    """The settings of a run, except the model's (encoder.Config). Each is a flag, such as
+    --passage-length. Defaults are the paper's values where it gives them (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
-    vocab: int = setting(30522, (200, 10**6), "WordPieces of a vocabulary trained here", "corpus")
+    vocab: int = setting(30522, (200, 10**6), "size of a vocabulary trained here", "corpus")
     unseen: float = setting(0.0, (0, 0.9), "fraction of entities that are held out", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
-    max_mentions: int = setting(24, (1, 10**6), "maximum mentions per passage, batch average")
+    max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
-    coref_weight: float = setting(0.15, (0, 1), "weight of coreference; MLM has the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities, for coreference")
+    coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
+    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities that coreference uses")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
-    memory_dtype: str = setting("float16", ("float16", "float32"), "type of keys and values",
-                                "memory")
+    memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used (§4.1)", "tome")
-    entity_weight: float = setting(0.15, (0, 1), "weight of entity prediction in stage tome",
-                                   "tome")
-    # What the paper does not have: batch-tome may begin without memory, until fit_retrieval has set
-    # the retrieval layers; tome may begin with teacher forcing (TeacherForcedTOMEStage); clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome's steps without memory")
-    own_values: int = setting(0, (0, 1), "1: in these steps give each mention its own value")
-    fit_passages: int = setting(4000, (1, 10**6), "passages that fit_retrieval reads")
+    entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
+    # The paper has none of these: batch-tome with the memory off until fit_retrieval sets the
+    # retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
+    memory_from: float = setting(0.0, (0, 0.99), "part of batch-tome's steps before fit_retrieval")
+    own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
+    fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
-    linking_weight: float = setting(0.0, (0, 1), "weight of entity prediction from the queries of "
-                                    "the last memory layer, in stage tome", "tome")
-    teacher_forcing_steps: float = setting(0.0, (0, 1), "fraction of steps in which all mentions "
-                                           "are given memories of their entity", "tome")
-    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
-                                          "memories in the other steps", "tome")
-    cloze_weight: float = setting(0.3, (0, 100), "weight of each loss of clozes", "finetune")
+    linking_weight: float = setting(0.0, (0, 1), "weight of the last memory layer's loss", "tome")
+    teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of steps in which all "
+                                           "mentions are given memories of their entity", "tome")
+    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given such "
+                                          "memories after these steps", "tome")
+    cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning", "finetune")
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "masked mentions per evaluation", "finetune")
-    # The schedule of each stage; "qa-2" is the one for TOME-2, where it differs from "qa".
+    # The schedule of each stage. "qa-2", if present, replaces "qa" for TOME-2.
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
@@ -113,44 +108,46 @@ class Settings:
 
 @dataclass
 class Plan(Schedule):
-    """A stage as it is trained; stored in the stage's file."""
+    """How a stage is trained; stored in the stage's file."""
     kind: str = "batch-tome"        # or "tome", "claims", "qa"
     blocks: int = 1                 # TOME-1 or TOME-2
-    n_search: int = setting(0, (0, 10**9), "search the memory in this many of 4 sqrt(N) buckets "
-                            "(app. C.1); 0: exactly")
+    n_search: int = setting(0, (0, 10**9), "search this many of 4 sqrt(N) buckets; 0: all of them")
     start: list | None = None       # --start: [[path, checksum]], or [["scratch", 0]]
     examples: list | None = None    # --examples and its dev file: [path, checksum] each
 
     @property
     def name(self):
-        """The name of its result, without ".pt": "batch-tome", "tome-1", "qa-2"."""
+        """The name of the stage's file without ".pt": "batch-tome", "tome-1", "qa-2"."""
         return self.kind if self.kind == "batch-tome" else f"{self.kind}-{self.blocks}"
 
     @property
-    def stage(self):
-        """The flags that name it on the command line."""
-        stage = f"finetune --task {self.kind}" if self.kind in ("claims", "qa") else self.kind
-        return stage + " --blocks 2" * (self.blocks == 2)
+    def flags(self):
+        """What follows --stage on the command line: "finetune --task qa --blocks 2"."""
+        flags = f"finetune --task {self.kind}" if self.kind in ("claims", "qa") else self.kind
+        return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, batches and losses; one loop, further down, serves all of them. (Stage
-# `memory` trains nothing: memory.build_memory.) Each loss is this process's share of the mean over
-# the whole batch, so the gradients of all processes add up to the gradient of the whole batch.
+# A stage has a model, batches and losses. One loop, below, trains all stages; stage `memory` is
+# memory.build_memory. Each loss is this process's share of the mean over the whole batch, so the
+# gradients of all processes add up to the gradient of the whole batch.
 #
 # `run` is an open run folder (class Run, below): run.settings, run.config, run.seed, run.corpus,
 # run.tokenizer, run.device, run.entity_group (E,) index into GROUPS, run.is_baseline.
 
 def endless(order):
-    """at(step, n): the n items of a step out of order(0), order(1), … joined. order(epoch) is an
-    array of items; all have one length. Computed from the step, so no position is saved."""
-    order = lru_cache(maxsize=3)(order)         # the first one, for its length, and those of a step
+    """at(step, n): the n items of a step from order(0), order(1), … concatenated. order(epoch) is
+    an array, always of the same length. Items depend only on the step, so no position is saved."""
+    order = lru_cache(maxsize=3)(order)     # order(0), for its length, and a step's one or two
     def at(step, n):
         length = len(order(0))
         return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
     return at
 
+# Random streams [seed, number, …]. 1: masks of batch-tome. 2, 3: order and masks of tome. 4, 5:
+# order of examples and of clozes. 6: which entity a cloze masks. 7: masks of the fit.
+
 def epochs_of(run, number, items):
-    """Epochs of these items in random order. number: which of the run's random streams."""
+    """Epochs of these items in random order. number: the random stream."""
     return endless(lambda epoch: np.random.default_rng([run.seed, number, epoch])
                    .permutation(items))
 
@@ -170,12 +167,12 @@ def training_passages(run):
         raise UserError(f"{run.out / 'corpus'}: all passages with a linked mention are held out, "
                         "so there is nothing to train on; add texts with \"split\": \"train\"")
     if len(passages) < ann.rank_and_size()[1]:
-        raise UserError(f"there are fewer passages to train on than processes; start at most "
-                        f"{len(passages)}")
+        raise UserError(f"there are only {len(passages)} passages to train on; start at most that "
+                        "many processes")
     return passages
 
 def refuse_large_batch(plan, n):
-    """Raises UserError for a batch of far more than all n items."""
+    """Raises UserError if a batch exceeds both the n items and the paper's batch of 4,096."""
     if plan.batch > max(n, 4096):
         raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
@@ -193,16 +190,16 @@ class BatchTOMEStage:
         self.items = endless(self.clusters)
         self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
         self.support = supporting_passages(corpus, self.eval_mentions)
-        count, n = corpus.entity_count, min(run.settings.coref_entities, len(corpus.entity_count))
-        least = max(1, np.sort(count)[-n])
+        count = corpus.entity_count
+        least = max(1, np.sort(count)[-min(run.settings.coref_entities, len(count))])
         self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
-        is_begun = run.path(plan).exists()              # then its weights come from the checkpoint
-        self.model = BatchTOME(TOME(run.batch_tome_config)) if is_begun \
-            else new_batch_tome(run, run.seed)
+        self.model = BatchTOME(TOME(run.batch_tome_config))
+        if not run.path(plan).exists():         # otherwise the weights come from the checkpoint
+            self.model = new_batch_tome(run, run.seed)
         self.fit_step = first_memory_step(run.settings, plan.steps)
 
     def clusters(self, epoch):
-        """The passages of an epoch, cluster after cluster."""
+        """The passages of an epoch, cluster by cluster."""
         size, seed = self.run.settings.cluster, self.run.seed
         found = data.related_clusters(self.run.corpus, size, seed * 1000 + epoch, self.passages)
         if len(found) > 1:
@@ -216,17 +213,19 @@ class BatchTOMEStage:
         return masked_batch(self.run, self.items(step, self.plan.batch), 1, step)
 
     def losses(self, batch, step):
-        """MLM makes the batch memory useful. Coreference makes the encoder store in a mention what
-        its passage says about the entity; without it TOME loses 2 to 8 points (app. B.5). Before
-        the fit it is applied to what keys and queries are made from, H without a memory and H0, so
-        that a masked mention encodes in H0 which entity it belongs to."""
+        """{loss: (weight, value)}. MLM makes the batch memory useful. Coreference makes the encoder
+        store in a mention what its passage says about the entity; without it TOME loses 2 to 8
+        points (app. B.5).
+
+        Before the fit, coreference is applied to H without a memory and to H0, since keys and
+        queries are made from them. A masked mention thus encodes its entity in H0."""
         model, memory = self.model, "batch"
-        is_first_part = step < self.fit_step
-        if is_first_part:
+        before_fit = step < self.fit_step
+        if before_fit:
             memory = "own" if self.run.settings.own_values else None
         H0, alone, H, _ = model(batch, memory)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
-        outputs = [H0, alone] if is_first_part else [H]
+        outputs = [H0, alone] if before_fit else [H]
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
                                   batch.passage) for output in outputs]
         logits = model.tome.mlm_logits(H, batch.is_target)
@@ -246,24 +245,23 @@ class BatchTOMEStage:
                                    mention_rate=0.5, token_rate=0.1).to(run.device)
                    for part in parts]
         fit_retrieval(self.model.eval(), batches, bool(run.settings.fit_by_entity))
-        ann.copy_from_first(self.model.parameters())
+        ann.copy_from_first(self.model.parameters())        # rounding may differ between processes
         say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
         self.model.train()
 
     def evaluate(self):
         """masked_mentions over a small memory, for speed. This stage does not train the head of
         eq. 10, so "entity" and "recall@20" mean little here."""
-        rank, size = ann.rank_and_size()
-        rows = encode_passages(self.model, self.run.corpus, self.support[rank::size],
-                               self.run.device)
-        memory = MentionMemory(**rows, device=self.run.device)
-        return masked_mentions(self.run, self.model.tome, memory, self.eval_mentions)[0]
+        run, (rank, size) = self.run, ann.rank_and_size()
+        rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
+        memory = MentionMemory(**rows, device=run.device)
+        return masked_mentions(run, self.model.tome, memory, self.eval_mentions)[0]
 
 class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
-        if run.is_baseline:             # it has no stage batch-tome: its steps are part of this one
+        if run.is_baseline:             # its tome stage includes the steps of batch-tome
             batch_tome = new_batch_tome(run, run.seed)
         else:
             batch_tome = load_model(run, "batch-tome")
@@ -271,8 +269,8 @@ class TOMEStage:
         start_from(run, self.model, plan)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         if not run.is_baseline:
-            self.training_memory = self.training_memory.sample(run.settings.memory_fraction,
-                                                               run.seed)
+            fraction = run.settings.memory_fraction
+            self.training_memory = self.training_memory.sample(fraction, run.seed)
         passages = training_passages(run)
         refuse_large_batch(plan, len(passages))
         self.items = epochs_of(run, 2, passages)
@@ -282,25 +280,25 @@ class TOMEStage:
         return masked_batch(self.run, self.items(step, self.plan.batch), 3, step)
 
     def losses(self, batch, step):
-        """MLM and entity prediction. A mention never retrieves from its own passage: its memory
-        there was made from the unmasked text and would give the answer away."""
+        """MLM and entity prediction. A mention never retrieves from its own passage, since its
+        memory was made from the unmasked text and would give the answer away."""
         H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
-        return self.weighted(batch, H, batch.entity, retrieved[-1], batch.entity)
+        return self.weighted_losses(batch, H, batch.entity, retrieved[-1], batch.entity)
 
-    def weighted(self, batch, H, entity, last, linked):
-        """{loss: (weight, value)}. entity (M,): what eq. 10 has to predict; 0: nothing. last,
-        linked (M,): what the last memory layer retrieved, and the entity that it should retrieve
-        (the paper does not mention this loss; its code has it as "el_im_weight")."""
+    def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
+        """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
+        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve;
+        the paper does not mention this loss, but its code has it as "el_im_weight"."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
-        asked = entity > 0
+        asked = asked_entity > 0
         found = retrieve_answer(self.model, H, batch, self.training_memory, asked)
-        prediction = entity_prediction_loss(found.scores, found.entity, entity[asked])
+        prediction = entity_prediction_loss(found.scores, found.entity, asked_entity[asked])
         weight = settings.entity_weight
         result = {"mlm": (1 - weight, mlm), "entity": (weight, prediction)}
         linking_weight = weight if self.run.is_baseline else settings.linking_weight
         if linking_weight and last is not None:
-            linking = entity_prediction_loss(last.scores, last.entity, linked)
+            linking = entity_prediction_loss(last.scores, last.entity, linked_entity)
             result["linking"] = (linking_weight, linking)
         return result
 
@@ -308,41 +306,41 @@ class TOMEStage:
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
 class TeacherForcedTOMEStage(TOMEStage):
-    """TOME that is given memories of the right entity (memory.GivenMemory), so that it learns to
-    read memories before its attention finds them; preset mini. On real text attention rarely finds
-    the entity of a masked mention."""
+    """TOME that is given memories of the correct entity (memory.GivenMemory), so that it learns to
+    read memories before its attention finds them. Used by preset mini, because on real text
+    attention rarely finds the entity of a masked mention."""
     def __init__(self, run, plan):
         super().__init__(run, plan)
         self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
 
     def losses(self, batch, step):
         """In the first steps every linked mention is given memories, and only the layers above the
-        memory learn, except that the MLM head shares the word embeddings. Later a fraction of the
-        mentions is given memories, since otherwise the model unlearns to read them."""
+        memory and the word embeddings (which the MLM head shares) are trained. Later a fraction of
+        the mentions is given memories, since otherwise the model forgets how to read them."""
         settings, model = self.run.settings, self.model
-        is_first_part = step < settings.teacher_forcing_steps * self.plan.steps
-        rate = 1.0 if is_first_part else settings.teacher_forcing_rate
+        all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
+        rate = 1.0 if all_are_given else settings.teacher_forcing_rate
         is_given = torch.rand(len(batch.entity), device=batch.entity.device) < rate
         self.given.wanted = torch.where(is_given, batch.entity, 0)
-        self.given.others_search = not is_first_part
-        with torch.set_grad_enabled(not is_first_part):
+        self.given.others_search = not all_are_given
+        with torch.set_grad_enabled(not all_are_given):
             H0 = model.forward_initial(batch.tokens, batch.attention_mask)
         H, _ = model.forward_blocks(H0, batch.attention_mask, batch, self.given)
-        if is_first_part:
+        if all_are_given:
             logits = model.mlm_logits(H, batch.is_target)
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
-        # The encoding of a mention that was given memories has read the answer, so eq. 10 is not
-        # asked for it. TOME-1's query is made before anything is read, so it always learns.
+        # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
+        # trained on it. TOME-1's query is made before anything is read, so it is always trained.
         asked = torch.where(is_given, 0, batch.entity)
         linked = batch.entity if self.run.config.n_blocks == 1 else asked
-        return self.weighted(batch, H, asked, self.given.found, linked)
+        return self.weighted_losses(batch, H, asked, self.given.found, linked)
 
 class FinetuneStage:
     """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]);
     app. B.1.
 
-    Each batch of claims comes with as many clozes: true claims in which one entity is masked and
-    has to be predicted. Labels alone do not teach which two facts a claim needs."""
+    Each batch of claims comes with the same number of clozes, true claims in which one entity is
+    masked and has to be predicted. Labels alone do not teach which two facts a claim needs."""
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
         self.model = load_model(run, "tome")
@@ -352,33 +350,24 @@ class FinetuneStage:
         self.training, self.dev = read_task_examples(run, plan)
         refuse_large_batch(plan, len(self.training))
         self.clozes = []
-        if self.task == "claims":
-            self.rule_out_absent_labels()
-            if run.settings.cloze_weight:
-                rng = np.random.default_rng([run.seed, 6])
-                self.clozes = [cloze for example in self.training
-                               for cloze in clozes_of(run, example, rng)]
+        if self.task == "claims" and run.settings.cloze_weight:
+            rng = np.random.default_rng([run.seed, 6])
+            self.clozes = [cloze for example in self.training
+                           for cloze in clozes_of(run, example, rng)]
         self.items = epochs_of(run, 4, len(self.training))
         self.cloze_items = epochs_of(run, 5, len(self.clozes))
 
-    def rule_out_absent_labels(self):
-        """Labels without an example get a bias of -1e4, so that they are never predicted."""
-        absent = set(range(len(data.CLAIM_LABELS))) - {e.label for e in self.training}
-        bias = self.model.claim.bias.data
-        bias[bias < -1e3] = 0               # where the weights of --start ruled them out
-        bias[list(absent)] = -1e4
-
     def next_batch(self, step):
-        """Examples, followed by as many clozes."""
+        """Examples, followed by the same number of clozes."""
         chosen = [self.training[i] for i in self.items(step, self.plan.batch)]
         if self.clozes:
             chosen += [self.clozes[i] for i in self.cloze_items(step, self.plan.batch)]
         return examples_batch(self.run, self.task, chosen)
 
     def losses(self, batch, step):
-        """Labels of claims from the mean of their mentions (claim_logits). Answers, also those of
-        clozes, by eq. 10 ("answer") and from what the last memory layer retrieved ("linking"),
-        which teaches it what to retrieve."""
+        """Claims are judged from the mean of their mentions (claim_logits). Answers, including
+        those of clozes, are predicted by eq. 10 ("answer") and from what the last memory layer
+        retrieved ("linking"), which teaches that layer what to retrieve."""
         H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
         result = {}
         if self.task == "claims":
@@ -403,24 +392,25 @@ class FinetuneStage:
         return {"score": found["accuracy"]}
 
 def new_stage(run, plan):
-    """The stage object of a plan."""
     if plan.kind == "batch-tome":
         return BatchTOMEStage(run, plan)
     if plan.kind in ("claims", "qa"):
         return FinetuneStage(run, plan)
-    forced = run.settings.teacher_forcing_steps or run.settings.teacher_forcing_rate
-    return (TeacherForcedTOMEStage if forced and not run.is_baseline else TOMEStage)(run, plan)
+    is_forced = run.settings.teacher_forcing_steps or run.settings.teacher_forcing_rate
+    if is_forced and not run.is_baseline:
+        return TeacherForcedTOMEStage(run, plan)
+    return TOMEStage(run, plan)
 
 # ---- The loop ------------------------------------------------------------------------------------
-# An unfinished checkpoint contains weights, the optimizer's state and the step, and nothing random,
-# since batches, masks and dropout are seeded by the step. A finished one contains weights only.
-# Losses and weights that are not finite are never saved.
+# An unfinished checkpoint contains weights, the optimizer's state and the step. It needs no random
+# state, since batches, masks and dropout are seeded by the step. A finished one contains weights
+# only. Weights that are not finite are never saved.
 
 def optimizer_for(run, model, kind):
-    """AdamW, without weight decay on layer norms and biases (app. A). Embeddings and layers below
-    the memory learn at lower_lr_scale in fine-tuning and with --init. These layers produce the
-    queries. Two-hop examples depend on them and one-hop examples hardly do, so mixed training can
-    damage them before two-hop examples are learned."""
+    """AdamW, without weight decay on layer norms and biases (app. A). In fine-tuning and with
+    --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory.
+    These produce the queries, which two-hop examples need and one-hop examples hardly do, so mixed
+    training can damage the queries before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -436,8 +426,8 @@ def learning_rate(plan, step):
                          (plan.steps - step) / (plan.steps - plan.warmup))
 
 class Training:
-    """A stage while it is trained. `progress` is what a checkpoint keeps besides tensors: the step,
-    the last evaluated step, sums of the losses since then, the best dev score."""
+    """A stage in training. `progress` is what a checkpoint contains besides tensors: the step, the
+    last evaluated step, each loss's sum since then and number of steps, the best dev score."""
     def __init__(self, run, plan, checkpoint=None):
         self.run, self.plan, self.stage = run, plan, new_stage(run, plan)
         self.model = self.stage.model.to(run.device).train()
@@ -449,7 +439,6 @@ class Training:
             self.resume(checkpoint)
 
     def resume(self, checkpoint):
-        """Continues from an unfinished checkpoint."""
         with intact(self.run.path(self.plan)):
             about, self.best = checkpoint["about"], checkpoint["best"]
             self.progress = {name: about[name] for name in self.progress}
@@ -459,15 +448,15 @@ class Training:
         for name, n in machine().items():
             if about[name] != n:
                 say(f"{self.plan.name}: began on {about[name]} {name} and continues on {n}, so the "
-                    "result agrees with an uninterrupted run up to rounding only.")
+                    "result matches an uninterrupted run only up to rounding.")
 
     def train_step(self):
         """One step. Returns {loss: its mean over the batch of all processes}."""
-        run, plan, step = self.run, self.plan, self.progress["step"]
+        run, plan, progress, step = self.run, self.plan, self.progress, self.progress["step"]
         rank, size = ann.rank_and_size()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(plan, step) * group["scale"]
-        # Seeds dropout, and the choice of given memories.
+        # For dropout, and for the mentions that are given memories.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
         batch_of_all = self.stage.next_batch(step)
         batch = batch_of_all.part(rank, size).to(run.device)
@@ -482,33 +471,25 @@ class Training:
                   for name, (_, share) in losses.items()}
         if not np.isfinite([*values.values(), norm.item()]).all():
             passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
-            raise self.diverged(f"the loss is not a number at step {step} ({values}; passages "
+            raise self.diverged(f"loss or gradient not finite at step {step} ({values}; passages "
                                 f"{str(passages)[1:-1]})")
         self.optimizer.step()
-        self.count(values)
-        return values
-
-    def count(self, values):
-        """Counts a step and its losses."""
-        progress = self.progress
         progress["step"] += 1
-        # After an evaluation, or where teacher forcing ends, and with it its only loss.
-        if progress["sums"].keys() != {*values, "steps"}:
-            progress["sums"] = dict.fromkeys([*values, "steps"], 0)
-        for name, value in {**values, "steps": 1}.items():
-            progress["sums"][name] += value
+        for name, value in values.items():
+            total, n = progress["sums"].get(name, (0.0, 0))
+            progress["sums"][name] = total + value, n + 1
+        return values
 
     def evaluate(self):
         """Evaluates, prints and logs; remembers the weights with the best dev score."""
         measured, progress = self.stage.evaluate(), self.progress
         self.model.train()
-        step, n = progress["step"], progress["sums"].pop("steps")
-        record = {name: round(value / n, 4) for name, value in progress["sums"].items()}
-        say_figures(record | measured, f"{self.plan.name} {step:5d} ")
+        step = progress["step"]
+        losses = {name: round(total / n, 4) for name, (total, n) in progress["sums"].items()}
+        say_figures(losses | measured, f"{self.plan.name} {step:5d} ")
         log(self.run.out, {"stage": self.plan.name, "step": step,
                            "seconds": round(time.time() - self.began),
-                           "lr": learning_rate(self.plan, step - 1), **record,
-                           **measured})
+                           "lr": learning_rate(self.plan, step - 1), **losses, **measured})
         if measured.get("score", -1.0) > progress["best_score"]:
             progress["best_score"] = measured["score"]
             self.best = {name: t.cpu().clone() for name, t in self.model.state_dict().items()}
@@ -518,7 +499,7 @@ class Training:
         """Writes the checkpoint, if all weights are finite."""
         weights = self.model.state_dict()
         if not all(t.isfinite().all() for t in weights.values()):
-            raise self.diverged(f"a weight is not a number at step {self.progress['step']}")
+            raise self.diverged(f"a weight is not finite at step {self.progress['step']}")
         if ann.rank_and_size()[0] > 0:
             return
         about = {"format": data.FORMAT, "finished": finished, **vars(self.plan),
@@ -534,23 +515,22 @@ class Training:
         write_file(self.run.path(self.plan), lambda file: torch.save(values, file))
 
     def diverged(self, what):
-        """The error of a training that blew up, with the command that continues it."""
+        """The error for a diverged stage, with the flags that continue it."""
         path, lr = self.run.path(self.plan), self.plan.lr / 3
         return UserError(f"{self.plan.name}: {what}; {path} keeps the last good step, if there was "
-                         f"one. Continue with --stage {self.plan.stage} --lr {lr:.1g}")
+                         f"one. Continue with --stage {self.plan.flags} --lr {lr:.1g}")
 
     def is_stopped(self):
-        """Whether any process of this run was told to stop."""
+        """Whether any process has received a signal to stop."""
         return int(ann.sum_over_processes(len(self.signals), self.run.device)) > 0
 
 def machine():
-    """What the rounding of a training depends on."""
+    """The numbers of threads and processes, on which rounding depends."""
     return {"threads": torch.get_num_threads(), "processes": ann.rank_and_size()[1]}
 
 def train_stage(run, plan, checkpoint=None):
-    """Trains a stage and leaves its file in the run folder. Weights are saved before they are
-    evaluated, so an interrupted evaluation is simply repeated. With steps = 0 the initial weights
-    are saved as they are."""
+    """Trains a stage and writes its file. Weights are saved before they are evaluated, so an
+    interrupted evaluation is repeated. With steps = 0 the initial weights are saved unchanged."""
     training = Training(run, plan, checkpoint)
     progress, settings = training.progress, run.settings
     bar = tqdm(total=plan.steps, initial=progress["step"], desc=plan.name,
@@ -558,8 +538,8 @@ def train_stage(run, plan, checkpoint=None):
     with bar, signals_to(lambda number, _: training.signals.append(number)):
         while True:
             step = progress["step"]
-            is_due = step % settings.log_every == 0 or step == plan.steps
-            if is_due and step > progress["evaluated"]:
+            log_is_due = step % settings.log_every == 0 or step == plan.steps
+            if log_is_due and step > progress["evaluated"]:
                 training.evaluate()
             if step == plan.steps:
                 break
@@ -568,8 +548,8 @@ def train_stage(run, plan, checkpoint=None):
             bar.update()
             bar.set_postfix(values, refresh=False)
             stop = training.is_stopped()
-            is_due = 0 in (step % settings.log_every, step % settings.save_every)
-            if stop or is_due or step == plan.steps:
+            save_is_due = 0 in (step % settings.log_every, step % settings.save_every)
+            if stop or save_is_due or step == plan.steps:
                 training.save()
             if stop:
                 raise KeyboardInterrupt(f"Stopped at step {step} of {plan.name} and saved")
@@ -580,35 +560,35 @@ def train_stage(run, plan, checkpoint=None):
 
 # ---- Initial weights -----------------------------------------------------------------------------
 # TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory. A
-# memory belongs to one Mention Encoder: no TOME learns to use another one's (app. B.6).
+# TOME does not learn to use the memory of a different Mention Encoder (app. B.6).
 
 def new_batch_tome(run, seed):
     """BATCH-TOME with random weights, or with those of run.init: a BERT's folder, or a file of the
     paper's own code. Prints what such a file lacks."""
     torch.manual_seed(seed)
     model = BatchTOME(TOME(run.batch_tome_config))
-    if not run.init:
-        start_positions(model)
-        return model
-    return with_published(run, model)
+    if run.init:
+        return with_published(run, model)
+    start_positions(model)
+    return model
 
 def open_memories(run, tome, n_search):
-    """(the memory of the whole corpus, its rows from passages that are not held out). A baseline
-    has its table of entities for both."""
+    """(the memory of the whole corpus, its rows from passages that are not held out). For a
+    baseline both are its EntityTable."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
     in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
-# ---- What is measured while training: does the memory tell what the passage does not? ------------
-# Every process computes the same whole batch and searches its own shards for it: here several
+# ---- Evaluation during training: does the memory supply what the passage lacks? ------------------
+# Every process computes the same whole batch and searches its own shards for it, so several
 # processes are no faster than one.
 
 class MaskedMention(NamedTuple):
     """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
-    that of the last memory layer on memories of the mention's own entity. In both fields about
-    eq. 10, the entities of the visible mentions are excluded."""
+    the weight that the last memory layer gives to memories of the mention's own entity. is_named
+    and is_recalled exclude the entities of the visible mentions."""
     group: str              # one of GROUPS
     n_tokens: int           # masked tokens
     n_correct: int          # … predicted correctly
@@ -620,7 +600,7 @@ class MaskedMention(NamedTuple):
 
     @property
     def share(self):
-        """The share of its tokens predicted correctly."""
+        """The fraction of its masked tokens predicted correctly."""
         return self.n_correct / max(self.n_tokens, 1)
 
 def mean(values):
@@ -648,7 +628,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     figures = {}
     for group in GROUPS:
         masked = [item for item in items if item.group == group]
-        visible = [mass for item in items for of, mass in item.visible if of == group]
+        visible = [mass for item in items for kind, mass in item.visible if kind == group]
         n_tokens = sum(item.n_tokens for item in masked)
         figures[group] = {
             "accuracy": sum(item.n_correct for item in masked) / max(n_tokens, 1),
@@ -660,8 +640,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     return figures, items
 
 def in_two_passages(run, memory):
-    """(E,) whether at least two passages of the memory mention an entity. For others nothing can be
-    found, since a mention's own passage is excluded. An EntityTable has all entities."""
+    """(E,) whether at least two passages of the memory mention an entity. Otherwise a mention can
+    find nothing, since its own passage is excluded. An EntityTable has all entities."""
     n_entities = len(run.corpus.entity_names)
     if not isinstance(memory, MentionMemory):
         return torch.ones(n_entities, dtype=torch.bool, device=run.device)
@@ -675,18 +655,21 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     batch = data.eval_batch(run.corpus, mentions).to(run.device)
     masked = torch.from_numpy(mentions).to(run.device)[batch.row] == batch.mention  # (M,), B true
     H, retrieved = tome(batch.tokens, batch.attention_mask, batch, memory)
-    last, attention = retrieved[-1], torch.zeros(len(batch.entity), device=run.device)      # (M,)
-    if last is not None:
-        attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
+    # Masked tokens.
     is_correct = torch.zeros_like(batch.is_target)                                  # (B, T)
     predicted = tome.mlm_logits(H, batch.is_target).argmax(-1)                      # (L,)
     is_correct[batch.is_target] = predicted == batch.unmasked[batch.is_target]
+    # Eq. 10, without the entities of visible mentions.
     found, entity = retrieve_answer(tome, H, batch, memory, masked), batch.entity[masked]
     is_visible = torch.zeros(len(mentions), len(is_elsewhere), dtype=torch.bool, device=run.device)
     is_visible[batch.row[~masked], batch.entity[~masked]] = True                    # (B, E)
     scores = found.scores.masked_fill(is_visible.gather(1, found.entity), -torch.inf)
     is_named = predict_entity(scores, found.entity) == entity
     is_recalled = (best_entities(scores, found.entity) == entity[:, None]).any(1)
+    # Attention on memories of the mention's own entity.
+    last, attention = retrieved[-1], torch.zeros(len(batch.entity), device=run.device)      # (M,)
+    if last is not None:
+        attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
     counted = ~masked & (batch.entity > 0) & is_elsewhere[batch.entity]
     visible = [[] for _ in mentions]
     rows, masses = batch.row[counted].tolist(), attention[counted].tolist()
@@ -701,41 +684,41 @@ def groups_of(run, entity):
     return [GROUPS[i] for i in run.entity_group[entity.cpu().numpy()]]
 
 def best_entities(scores, entity, k=20):
-    """Entities of the k best memories, (B, k), -1 where there are fewer. scores, entity (B, K): an
-    EntityTable's come unsorted."""
+    """(B, k) entities of the k best memories, -1 if there are fewer. scores, entity (B, K)."""
     scores, best = scores.topk(min(k, scores.shape[1]))
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
 def sample_eval_mentions(run, n):
-    """At most n mentions of each of GROUPS, from data.eval_mentions: always the same ones."""
+    """At most n mentions of each of GROUPS, from data.eval_mentions, the same in every call."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
     group = run.entity_group[run.corpus.mention_entity[mentions]]
     return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
-    """Passages of a small memory for these mentions, to evaluate with while the Mention Encoder
-    still changes: all passages of their articles, the passages of `each` random mentions of each of
-    their entities, and `others` random ones."""
+    """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
+    trained: all passages of their articles, the passages of `each` random mentions per entity, and
+    `others` random passages."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
-    same = same[np.argsort(entity[same], kind="stable")]        # entity after entity
-    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])  # 0, 1, … in each
+    same = same[np.argsort(entity[same], kind="stable")]        # grouped by entity
+    # 0 for the first mention of an entity, 1 for its second, …
+    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])
     return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
                                      rng.integers(0, len(corpus.article), others)]))
 
 class Judged(NamedTuple):
     """How a model treats one claim or question."""
     is_correct: bool
-    is_recalled: bool       # a correct answer is among the 20 best of eq. 10; None of a claim
+    is_recalled: bool       # a correct answer is among the 20 best of eq. 10; None for a claim
 
 @torch.no_grad()
 def judged_examples(run, tome, task, examples, memory, without=None, attend=True, batch_size=64,
                     progress=None):
     """A Judged for each example.
 
-    without: a field of an example, "subject" or "bridge": the article that it names is hidden from
-    the example. attend=False switches the memory layers off, but answers are still retrieved.
+    without: "subject" or "bridge", a field of the examples. The article that it names is hidden
+    from the example. attend=False switches the memory layers off; answers are still retrieved.
     progress: the title of a progress bar."""
     tome.eval()
     corpus, items = run.corpus, []
@@ -745,7 +728,7 @@ def judged_examples(run, tome, task, examples, memory, without=None, attend=True
     for first in tqdm(starts, progress, leave=False, disable=None if progress else True):
         chosen = examples[first:first + batch_size]
         batch = examples_batch(run, task, chosen).to(run.device)
-        if without:
+        if without:         # after by_article, passage numbers are article numbers
             article = [corpus.article_index.get(e.info.get(without), -1) for e in chosen]
             batch.passage = torch.tensor(article, device=run.device)[batch.row]
         H, _ = tome(batch.tokens, batch.attention_mask, batch, memory if attend else None)
@@ -772,12 +755,12 @@ def task_accuracy(run, tome, task, examples, memory, **options):
 # ---- Examples ------------------------------------------------------------------------------------
 
 def examples_batch(run, task, examples):
-    """A batch of examples as this run reads them; task None: only their texts."""
-    return data.example_batch(
-        examples, task, run.tokenizer, run.corpus.entity_index, max_length=run.settings.max_length)
+    """A Batch of these examples; task None: only their texts."""
+    return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index,
+                              max_length=run.settings.max_length)
 
 def toy_file(run, task, hops="one_hop", split="test"):
-    """A file of the toy world's examples."""
+    """The path of a file of the toy world's examples. Raises UserError."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not run.is_toy or not path.is_file():
         raise UserError(f"{path}: no such file; --examples needs a file of JSON lines (README)")
@@ -785,19 +768,19 @@ def toy_file(run, task, hops="one_hop", split="test"):
     return path
 
 def clozes_of(run, example, rng):
-    """The cloze of a true claim: [the example with one known entity as answer, and no label]; []
-    for any other claim."""
+    """[the cloze of a true claim: the example without its label, and with one known entity as its
+    answer]; [] for any other claim."""
     known = [m.entity for m in example.mentions if run.corpus.entity_index.get(m.entity)]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
         return []
-    # The toy world says which mention the others determine: the object.
+    # In the toy world the other mentions determine one of them, the object.
     known = [entity for entity in known if entity == example.info.get("object")] or known
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
 # ==== Set apart: files of examples ================================================================
 
 def dev_files(path):
-    """[the file of the same name with "dev" for "train"], or []."""
+    """[the file whose name has "dev" in place of "train"], or [] if there is none."""
     dev = Path(path).parent / re.sub("(.*)train", r"\1dev", Path(path).name)
     return [dev] if dev != Path(path) and dev.is_file() else []
 
@@ -823,14 +806,15 @@ def task_examples(run, task, path):
     n_without = sum(not e.mentions for e in examples)
     if n_left_out:
         say(f"{path}: {n_left_out:,} mentions are not used: they overlap others, are beyond "
-            "max_length, or exceed 32 in an example.", sys.stderr)
+            "max_length, or come after the first 32 of an example.", sys.stderr)
     if n_without:
         say(f"{path}: {n_without:,} of {len(examples):,} examples have no mention.", sys.stderr)
     return examples
 
 def read_task_examples(run, plan):
-    """(training, dev) examples of a plan; without a dev file, a tenth is set aside. Questions whose
-    answer is no entity of the corpus are not trained on, and count as wrong on dev (§4.4)."""
+    """(training, dev) examples of a plan. Without a dev file, dev is a tenth of the examples.
+    Questions whose answer is not an entity in the corpus are left out of training, and count as
+    answered incorrectly in dev (§4.4). Raises UserError."""
     paths = [path for path, _ in plan.examples or []]
     if not paths:
         path = toy_file(run, plan.kind, "both" if plan.blocks == 2 else "one_hop", "train")
@@ -854,7 +838,7 @@ def read_task_examples(run, plan):
 # ==== Set apart: published weights ================================================================
 
 def with_published(run, model):
-    """A BATCH-TOME with the weights of --init. Prints what these lack. Raises UserError."""
+    """Loads the weights of --init into a BATCH-TOME. Prints what they lack. Raises UserError."""
     if [checksum(file) for file in weights_files(run.init)] != run.saved["init"]["weights"]:
         raise UserError(f"--init {run.init}: the weights there have changed since {run.out} was "
                         "made; restore them, or choose another --out")
@@ -870,8 +854,8 @@ def with_published(run, model):
         word = tome.embeddings.word.weight.data
         word[[corpus.special[data.E_START], corpus.special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
-        # A new MLM head starts with the log frequencies of words in training passages. Learning
-        # these takes a thousand steps.
+        # A new MLM head starts with the log frequencies of words in training passages, which take a
+        # thousand steps to learn.
         in_training = np.repeat(~corpus.held_out, np.diff(corpus.passage_start))
         tokens = corpus.tokens[in_training][:10 ** 7]
         words = tokens[corpus.maskable[tokens]]
@@ -881,13 +865,13 @@ def with_published(run, model):
 
 def say_of_file(path, lacks, unused):
     """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these start at random.")
+    say(f"{path} has no weights for {', '.join(lacks)}; these are initialised randomly.")
     if unused:
         say(f"{path}: not used: {', '.join(unused)}.")
 
 def read_start(run, path):
     """The weights of --start: a checkpoint of this project or of the paper's own code. Raises
-    UserError where it contains no TOME of this width."""
+    UserError if it contains no TOME of this width."""
     if zipfile.is_zipfile(path) or path.endswith(".pt"):
         checkpoint = read_checkpoint(path, "give another --start")
         saved, meta = checkpoint["model"], run.out / "corpus/meta.json"
@@ -906,42 +890,41 @@ def read_start(run, path):
     return saved
 
 def start_from(run, tome, plan):
-    """Loads the weights of --start (app. B.6); what these lack, such as memory layers, is random.
-    "scratch" is all random (with --init: BERT's), and of another seed than BATCH-TOME, with whose
-    initial weights the memory's encoder began."""
+    """Loads the weights of --start (app. B.6) and initialises the rest, such as memory layers,
+    randomly. "scratch" initialises everything (with --init: from BERT), with a different seed from
+    BATCH-TOME's, since the memory's encoder began from BATCH-TOME's initial weights."""
     if plan.start is None or run.path(plan).exists():
         return
-    path = plan.start[0][0]
-    state = split_into_blocks(new_batch_tome(run, run.seed + 1).tome.state_dict(), run.config)
-    saved = {} if path == "scratch" else read_start(run, path)
-    needed = {name for name in state if name.startswith("initial.") or ".transformer." in name}
-    layers = {name for name in saved if ".transformer." in name}
-    shared = state.keys() & saved.keys()
-    is_other_shape = any(saved[name].shape != state[name].shape for name in shared)
-    if saved and (needed - saved.keys() or layers - state.keys() or is_other_shape):
-        raise UserError(f"--start {path}: it contains no TOME of these dimensions")
-    tome.load_state_dict(state | {name: saved[name] for name in shared})
+    path, fresh = plan.start[0][0], new_batch_tome(run, run.seed + 1).tome.state_dict()
+    tome.load_state_dict(split_into_blocks(fresh, run.config))
+    if path != "scratch":
+        saved = read_start(run, path)
+        with intact(f"--start {path}:", "it contains no TOME of these dimensions", "give another"):
+            lacks, unused = tome.load_state_dict(saved, strict=False)       # refuses another shape
+            if layers := [name for name in lacks + unused if "layers." in name]:
+                raise ValueError(f"other layers: {', '.join(layers)}")
 
 # ==== Set apart: presets ==========================================================================
-# What differs from the paper's numbers. toy: minutes on a laptop. mini: a few hundred articles.
-# Their models are small and their steps few, so learning rates are 6 to 100 times the paper's.
-# Each process offers all k, so the search is exact whatever the number of processes.
+# These values replace the paper's. toy takes minutes on a laptop; mini is for a few hundred texts.
+# Their models are small and their steps few, so learning rates are 6 to 100 times the paper's. Each
+# process offers all k (k_shard = k), so the search is exact for any number of processes.
 
-SMALL = dict(key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-             k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64,
-             memory_fraction=1.0, memory_dtype="float32", beta2=0.98)
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
-    "mini": SMALL | data.TEXT_PRESETS["mini"] | dict(
-        hidden=128, n_heads=8, intermediate=512, max_positions=256, key_dim=128, value_dim=256,
-        n_upper=2, k=256, k_shard=256, k_answer=256, k_answer_shard=256, memory_from=0.95,
-        fit_by_entity=1, coref_weight=0.5, entity_weight=0.3, linking_weight=0.3,
-        teacher_forcing_steps=0.29, teacher_forcing_rate=0.5, mention_rate=0.5, all_of_entity=1,
-        token_rate=0.07,
-        lower_lr_scale=0.25, log_every=200, save_every=100, eval_mentions=100, schedule={
+    "mini": data.TEXT_PRESETS["mini"] | dict(
+        hidden=128, n_heads=8, intermediate=512, max_positions=256, n_initial=3, n_upper=2,
+        key_dim=128, value_dim=256, coref_dim=64, dropout=0.0, k=256, k_shard=256, k_answer=256,
+        k_answer_shard=256, k_finetune=256, cluster=64, mention_rate=0.5, all_of_entity=1,
+        token_rate=0.07, coref_weight=0.5, memory_from=0.95, fit_by_entity=1, memory_fraction=1.0,
+        memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
+        teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
+        eval_mentions=100, schedule={
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
-    "toy": SMALL | data.TEXT_PRESETS["toy"] | dict(
+    "toy": data.TEXT_PRESETS["toy"] | dict(
+        key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
+        k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
+        memory_dtype="float32", beta2=0.98,
         hidden=96, n_heads=3, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.66, own_values=1, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
@@ -952,7 +935,7 @@ PRESETS = {
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
 STAGE_FLAGS = {f.name: f for f in fields(Plan) if f.metadata}       # steps, lr, batch, n_search
-CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "of all random numbers"),
+CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "seed of all random numbers"),
                                  "warmup": STAGE_FLAGS["steps"]}
 
 def flag(name):
@@ -960,7 +943,7 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 def check_values(values):
-    """Raises UserError for a value that has another type than its flag, or is not allowed."""
+    """Raises UserError for a value that has the wrong type or is not allowed."""
     for name, value in values.items():
         kind, allowed = type(CHECKED[name].default), CHECKED[name].metadata["allowed"]
         if kind is str:
@@ -976,22 +959,23 @@ def check_values(values):
 #
 #   run.json            what defines the run: preset, seed, corpus, --init, all settings
 #   world/ corpus/      the toy world's files; the tokenised corpus
-#   batch-tome.pt       a stage, finished or not; so are tome-1.pt, qa-2.pt, … of TOME-1 and TOME-2
+#   batch-tome.pt       a stage, finished or not; also tome-1.pt, qa-2.pt, … (TOME-1, TOME-2)
 #   memory/             keys and values of all linked mentions
-#   appended-0001/      corpus/ and memory/ after --append; the highest number counts
+#   appended-0001/      corpus/ and memory/ after --append; the highest number is in use
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so after
-# a kill at any moment the same command continues. Each result contains the checksums of the results
-# that it was made from (made_from), and is refused beside others.
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so the
+# same command continues after a kill at any moment. Each result contains the checksums of the
+# results that it was made from (made_from), and is rejected if these have changed.
 
 def missing(path, stage, how="missing"):
-    """The error where a result that a command needs is not there."""
-    return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {path.parent}")
+    """The error for a missing result that a command needs."""
+    out = shlex.quote(str(path.parent))
+    return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {out}")
 
 @contextmanager
 def values_of(path, remedy):
-    """intact, for a file of values that are checked as flags are: the error names the file."""
+    """intact, for a file whose values are checked like flags. Errors name the file."""
     with intact(path, remedy=remedy):
         try:
             yield
@@ -1002,31 +986,32 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
     """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
     unpickled, so a stranger's file runs no code. Raises UserError."""
     with values_of(path, remedy):
-        with zipfile.ZipFile(path) as file:             # torch.load compares no checksums
+        with zipfile.ZipFile(path) as file:             # torch.load does not verify checksums
             damaged = file.testzip()
         if damaged:
             raise ValueError(f"the checksum of {damaged} differs")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
-            raise ValueError(f"format {about['format']}, this version reads {data.FORMAT}")
+            raise ValueError(f"it has format {about['format']}, not {data.FORMAT}")
         if about["finished"] is not True:
-            numbers = [about["best_score"], *about["sums"].values()]
-            if not all(type(n) in (int, float) for n in numbers) or not all(
-                    type(about[name]) is int for name in ("step", "evaluated", "threads")):
-                raise ValueError("its progress is not what it should be")
+            counts = [about[name] for name in ("step", "evaluated", "threads")]
+            counts += [n for _, n in about["sums"].values()]
+            numbers = [about["best_score"], *(total for total, _ in about["sums"].values())]
+            if {*map(type, counts)} != {int} or {*map(type, numbers)} != {float}:
+                raise ValueError("its progress has values of the wrong type")
         check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
 
 def with_values(defaults, values):
-    """A dataclass with those of the values that are its fields."""
+    """A copy of a dataclass, with new values for the fields that `values` names."""
     return replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
 
 class Run:
     """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
-    the corpus, tokenizer and device. Neither writes anything. Raises UserError for settings that
-    cannot be trained."""
+    base (the folder of corpus and memory), corpus, tokenizer, entity_group, device, and the configs
+    of BATCH-TOME and of fine-tuned models. Raises UserError for settings that cannot be trained."""
 
     def __init__(self, out, saved, blocks=1):
         self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
@@ -1044,15 +1029,16 @@ class Run:
         if self.settings.max_length > config.max_positions:
             raise UserError("--max-length must be at most --max-positions")
         self.is_toy = saved["corpus"] is None
-        # A path to published weights, or None. The file of a BATCH-TOME comes trained.
+        # A path to published weights, or None. A BATCH-TOME file is already trained.
         self.init = saved["init"] and saved["init"]["path"]
         self.has_batch_tome = bool(self.init) and saved["init"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
         self.is_baseline = config.memory != "mentions"
+        self.read_checkpoint = cache(read_checkpoint)
 
     def open(self, device=None, appended=False):
-        """Returns the run. appended: with the text of --append, otherwise the corpus that training
-        uses. Raises UserError where the corpus is missing, damaged or another."""
+        """Opens the corpus and returns the run. appended: with the text of --append, otherwise the
+        corpus used in training. Raises UserError if it is missing, damaged or a different one."""
         self.base = self.appended() if appended else self.out
         folder = self.base / "corpus"
         if not folder.exists():
@@ -1065,14 +1051,14 @@ class Run:
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
-        k, config = self.settings.k_finetune, self.config   # each process's part grows alike
+        k, config = self.settings.k_finetune, self.config   # k_answer_shard grows in proportion
         self.task_config = replace(config, k_answer=k,
                                    k_answer_shard=config.k_answer_shard * k // config.k_answer)
         return self
 
     def plan(self, kind):
-        """The default Plan of a stage. A baseline has no batch-tome: its tome also makes the steps
-        of that stage. A batch-tome that comes trained makes none."""
+        """The default Plan of a stage. A baseline has no batch-tome, so its tome also trains for
+        the steps of that stage. A batch-tome that is already trained has no steps."""
         schedules = self.settings.schedule
         first, schedule = schedules["batch-tome"], schedules.get(f"{kind}-{self.blocks}",
                                                                  schedules[kind])
@@ -1083,7 +1069,6 @@ class Run:
         return Plan(**vars(schedule), kind=kind, blocks=1 if kind == "batch-tome" else self.blocks)
 
     def path(self, plan):
-        """The file of a stage."""
         return self.out / f"{plan.name}.pt"
 
     def stages_to(self, kind):
@@ -1105,39 +1090,39 @@ class Run:
                 "maximum length": self.settings.max_length, "unseen": self.settings.unseen}
 
     def made_from(self, kind):
-        """{name: checksum} of the results that lead to a stage, as far as they are there."""
+        """{name: checksum} of the existing results that lead to a stage."""
         plans = [self.plan(stage) for stage in self.stages_to(kind)[:-1] if stage != "memory"]
         paths = {"corpus": self.out / "corpus/meta.json"} | {p.name: self.path(p) for p in plans}
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
     def check_sources(self, path, made_from, wanted):
-        """Raises UserError where a result was made from other files, {name: checksum}, than those
-        that are there."""
-        with intact(path, remedy="remove it to make it again"):
+        """Raises UserError if a result was not made from the wanted files, {name: checksum}."""
+        with intact(path, remedy="remove it to rebuild it"):
             others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
-        for name in others:
-            if (self.out / f"{name}.pt").exists():
-                read_checkpoint(self.out / f"{name}.pt")        # says so if that one is damaged
-            raise UserError(f"{path} was made from another {name}; remove {path} to make it again, "
-                            "or choose another --out")
+        if others:
+            source = self.out / f"{others[0]}.pt"
+            if source.exists():
+                self.read_checkpoint(source)            # raises if the source is damaged
+            raise UserError(f"{path} was made from another {others[0]}; remove {path} to have it "
+                            "rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
         path = self.path(plan)
         if not path.exists():
             return None
-        checkpoint = read_checkpoint(path)
+        checkpoint = self.read_checkpoint(path)
         if checkpoint["plan"].name != plan.name:
-            raise UserError(f"{path} is {checkpoint['plan'].name}; give it its name, or remove it")
+            raise UserError(f"{path} contains {checkpoint['plan'].name}; rename it or remove it")
         self.check_sources(path, checkpoint["about"].get("made_from"), self.made_from(plan.kind))
         return checkpoint
 
 def load_model(run, kind="tome"):
-    """The trained model of a stage. Raises UserError where it is not there, or unfinished."""
+    """The trained model of a stage. Raises UserError if it is missing or unfinished."""
     plan = run.plan(kind)
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None or not checkpoint["about"]["finished"]:
-        raise missing(path, plan.stage, "unfinished" if checkpoint else "missing")
+        raise missing(path, plan.flags, "unfinished" if checkpoint else "missing")
     config = run.task_config if kind in ("claims", "qa") else run.config
     model = BatchTOME(TOME(run.batch_tome_config)) if kind == "batch-tome" else TOME(config)
     with intact(path):
@@ -1145,7 +1130,7 @@ def load_model(run, kind="tome"):
     return model.to(run.device).eval()
 
 def open_memory(run, n_search=0):
-    """The memory of the corpus that `run` has open, without replaced articles. Raises UserError."""
+    """The memory of run.corpus, without replaced articles. Raises UserError."""
     folder, encoder = run.base / "memory", run.path(run.plan("batch-tome"))
     for path, stage in ((folder, "memory"), (encoder, "batch-tome")):
         if not path.exists():
@@ -1165,15 +1150,15 @@ def read_run(out, blocks=1):
     with values_of(path, "choose another --out"):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
-            raise ValueError(f"format {saved['format']}, this version reads {data.FORMAT}")
+            raise ValueError(f"it has format {saved['format']}, not {data.FORMAT}")
         for name, keys in (("corpus", {"path", "checksum"}),
                            ("init", {"path", "vocab", "weights", "trained"})):
             if saved[name] is not None and saved[name].keys() != keys:
-                raise ValueError(f"{name} is not what it should be")
+                raise ValueError(f"{name} does not have the right keys")
         return Run(out, saved, blocks)
 
-def open_run(out, task=None, device=None, n_search=0, blocks=1):
-    """(run, trained TOME, whole memory), with the text of --append. Writes nothing."""
+def open_run(out, task=None, blocks=1, device=None, n_search=0):
+    """(run, trained TOME, whole memory), including appended text. Writes nothing."""
     fast_matmul()
     run = read_run(out, blocks).open(device, appended=True)
     tome = load_model(run, task or "tome")
@@ -1182,10 +1167,12 @@ def open_run(out, task=None, device=None, n_search=0, blocks=1):
 # ---- What a command asks for ---------------------------------------------------------------------
 
 def with_flags(saved, args):
-    """run.json with the flags of this command in its place. Raises UserError."""
+    """The contents of run.json with the flags of this command applied. Raises UserError."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
-    saved = saved | {name: given[name] for name in ("preset", "seed", "from") if name in given}
+    saved = saved | {name: given[name] for name in ("preset", "seed") if name in given}
+    if args.old is not None:
+        saved["from"] = args.old
     if args.corpus is not None:
         saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("corpus", args.corpus)}
     if args.init is not None:
@@ -1197,7 +1184,7 @@ def with_flags(saved, args):
     return saved | {"settings": settings}
 
 def describe_published(path, config):
-    """(what run.json contains of --init, its sizes {name: value}). Raises UserError."""
+    """(the entry of --init in run.json, its sizes {name: value}). Raises UserError."""
     config, state, _, _ = read_published(path, config)
     trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
@@ -1205,10 +1192,10 @@ def describe_published(path, config):
                         "weights: that of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
-        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, the weights have "
+        raise UserError(f"--init {path}: vocab.txt has {words:,} entries, but the weights have "
                         f"{config.vocab_size:,}; put the matching vocab.txt there")
     if os.path.isfile(path) and not (trained and config.n_blocks == 1):
-        raise UserError(f"--init {path}: no BATCH-TOME with one memory layer; give a TOME to "
+        raise UserError(f"--init {path}: not a BATCH-TOME with one memory layer; give a TOME to "
                         "--stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
     names += ["key_dim", "value_dim", "coref_dim"] * trained
@@ -1217,14 +1204,14 @@ def describe_published(path, config):
     return init, {name: getattr(config, name) for name in names}
 
 def file_checksum(name, path):
-    """The checksum of the file that a flag names. Raises UserError where it is no file."""
+    """The checksum of the file that a flag names. Raises UserError if there is no such file."""
     if not os.path.isfile(path):
         raise UserError(f"{flag(name)} {path}: no such file")
     return checksum(path)
 
 def differences(before, now):
     """(name, value before, value now) of each value in `now` that differs. Files are compared by
-    their checksums, since they may have moved, and shown by their paths."""
+    checksum, since they may have moved, and shown by path."""
     def split(value):               # what is shown, what is compared
         if isinstance(value, dict):         # a file in run.json
             return value["path"], value | {"path": None}
@@ -1242,13 +1229,13 @@ def run_values(saved):
         | saved["settings"]
 
 def inherit(args):
-    """--from OLD: makes the run folder, unless it is there, from OLD's settings and this command's
-    flags, and links the results of OLD from before the stage named. Raises UserError where such a
-    result depends on a changed setting."""
+    """--from OLD: makes a new run folder from OLD's settings and this command's flags, and links
+    OLD's results of the stages before --stage. Raises UserError if such a result depends on a
+    changed setting."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
-    if getattr(args, "from") is None or (out / "run.json").exists():
+    if args.old is None or (out / "run.json").exists():
         return
-    old = read_run(getattr(args, "from"))
+    old = read_run(args.old)
     saved = with_flags(old.saved, args)
     for name, before, now in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
@@ -1261,7 +1248,7 @@ def inherit(args):
                "tome": ["tome-1.pt", "tome-2.pt"]}
     part = Path(f"{out}.part")
     with alone_in(part):
-        for path in part.iterdir():                 # of a command that was killed
+        for path in part.iterdir():                 # left by a command that was killed
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in sum((results[stage] for stage in before_it), []):
             source = old.out / name
@@ -1275,7 +1262,7 @@ def inherit(args):
         data.sync_folder(out.absolute().parent)
 
 def settle(args):
-    """(Run, Plans of the stages up to the one named). Finds mistakes in flags, examples and --start
+    """(Run, Plans of the stages up to --stage). Finds mistakes in flags, examples and --start,
     before anything is written or trained."""
     out, kind = Path(args.out), args.task or args.stage
     choose_device(args.device)          # only for its error
@@ -1287,9 +1274,10 @@ def settle(args):
             raise UserError(f"{flag(name)} {now}: {out} was made {made}; leave the flag out, or "
                             "choose another --out")
     else:
-        for path in (*out.glob("*.pt"), *out.glob("memory")):
-            raise UserError(f"{path} is there, but {out / 'run.json'} is missing; restore it, or "
-                            "choose another --out")
+        results = [*out.glob("*.pt"), *out.glob("memory")]
+        if results:
+            raise UserError(f"{results[0]} is there, but {out / 'run.json'} is missing; restore "
+                            "it, or choose another --out")
         preset = args.preset or "toy"
         values = {name: f.default for name, f in FLAGS.items()} | PRESETS[preset]
         schedule = values.pop("schedule", Settings().schedule)
@@ -1301,22 +1289,22 @@ def settle(args):
                  for stage in run.stages_to(kind) if stage != "memory"]
 
 def stage_plan(run, kind, args=None):
-    """The Plan of a stage: that of its file once it has begun, otherwise the run's default with the
-    flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
+    """The Plan of a stage: if it has begun, the one in its file, otherwise the run's default with
+    the flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
     plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None:
         plan = replace(plan, **flags)
         return replace(plan, warmup=min(plan.warmup, plan.steps // 10))
     for name, before, now in differences(vars(checkpoint["plan"]), flags):
-        # After a loss that is not a number a stage may continue with a lower learning rate.
+        # A stage that diverged may continue with a lower learning rate.
         if name != "lr" or now > before or checkpoint["about"]["finished"]:
             raise UserError(f"{flag(name)} {now}: {path} was made with {before}; leave the flag "
                             f"out, remove {path} to train again, or choose another --out")
     return replace(checkpoint["plan"], **flags)
 
 def stage_flags(run, args):
-    """{name: value} of the flags that belong to the stage named. Raises UserError."""
+    """{name: value} of the flags that belong to --stage. Raises UserError."""
     flags = {name: getattr(args, name) for name in STAGE_FLAGS if getattr(args, name) is not None}
     check_values(flags)
     if run.is_baseline and flags.get("n_search"):
@@ -1340,11 +1328,12 @@ def stage_flags(run, args):
     return flags
 
 def needs_memory(run, plan, args):
-    """Whether the memory, which follows batch-tome, is asked for and is not there."""
-    return plan.kind == "batch-tome" != args.stage and not (run.out / "memory").exists()
+    """Whether the memory, which follows batch-tome, is needed but missing."""
+    return (plan.kind == "batch-tome" and args.stage != "batch-tome"
+            and not (run.out / "memory").exists())
 
 def announce(run, plans, args):
-    """Prints the stages that the command will run, their steps and where these come from."""
+    """Prints which stages will be trained, and for how many steps."""
     parts = []
     for plan in plans:
         checkpoint, is_default = run.checkpoint(plan), plan.steps == run.plan(plan.kind).steps
@@ -1363,8 +1352,8 @@ def announce(run, plans, args):
 # ---- What a command makes ------------------------------------------------------------------------
 
 def prepare(run, source):
-    """The first process makes the corpus and run.json where they are missing; the others wait."""
-    ann.barrier()               # all have read what is there
+    """The first process makes the corpus and run.json if they are missing; the others wait."""
+    ann.barrier()               # all processes have read the existing files
     if ann.rank_and_size()[0] == 0:
         if not (run.out / "corpus").exists():
             if run.is_toy:
@@ -1375,7 +1364,7 @@ def prepare(run, source):
     ann.barrier()
 
 def make_world(folder, seed):
-    """Makes the toy world of that seed, if it is not there. Returns its corpus file."""
+    """Makes the toy world of this seed, unless it exists. Returns its corpus file."""
     if not folder.exists():
         say(f"No --corpus: making the toy world in {folder}.")
         part = Path(f"{folder}.part")
@@ -1388,8 +1377,8 @@ def make_world(folder, seed):
     return folder / "corpus.jsonl"
 
 def make_corpus(run, source, folder, old=None, replace_articles=False, appended=()):
-    """Tokenises `source` into the folder. old: a Corpus that comes first, unchanged, whose
-    tokenizer is used; appended: [checksum, replace_articles] of each file of --append."""
+    """Tokenises `source` into the folder. old: a Corpus that comes first, unchanged, and whose
+    tokenizer is used. appended: [checksum, replace_articles] of each file of --append."""
     settings, made_from = run.settings, run.corpus_made_from()
     if old is not None:
         tokenizer = old.tokenizer
@@ -1412,17 +1401,17 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
 def make_memory(run, corpus, folder, old_folder=None):
-    """The Mention Encoder encodes the corpus (§2.1.2). old_folder: its memory before --append."""
+    """Builds the memory of a corpus (§2.1.2). old_folder: its memory before --append."""
     made_from = run.made_from("memory") | {"corpus": checksum(corpus.folder / "meta.json")}
     build_memory(load_model(run, "batch-tome"), corpus, folder, run.device,
                  np.dtype(run.settings.memory_dtype), made_from, old_folder)
 
 def append(run, file, replace_articles):
-    """Adds a corpus file, and the memory of it, as a new folder appended-NNNN, which training never
-    uses. replace_articles: articles of the file replace those of the same title."""
+    """Adds a corpus file and its memory as a new folder appended-NNNN, which training never uses.
+    replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    # A file may replace what replaced it before, so with --replace only the last one counts.
+    # With --replace a file may be appended again if another one has replaced its articles since.
     if record in (done[-1:] if replace_articles else done):
         say(f"{file} was appended before, to {run.base}; nothing is left to do.")
         return
@@ -1443,7 +1432,7 @@ def append(run, file, replace_articles):
 
 def append_corpus(run, file, part, replace_articles, appended):
     """Makes the corpus of --append, unless a killed command left it there. Prints words that the
-    model never saw in training."""
+    vocabulary does not contain."""
     corpus = part / "corpus"
     if corpus.exists() and data.open_folder(corpus, "tokenised corpus")["appended"] == appended:
         return
@@ -1454,11 +1443,11 @@ def append_corpus(run, file, part, replace_articles, appended):
     if unknown:
         shown = ", ".join(unknown[:10]) + (", …" if len(unknown) > 10 else "")
         say(f"{file}: {len(unknown):,} words are not in the vocabulary, so names that contain them "
-            f"are hardly recognised: {shown}")
+            f"may not be recognised: {shown}")
     make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
-    """Appends a line to log.jsonl. After a crash a step can occur twice, with the same values."""
+    """Appends a line to log.jsonl. After a crash a step can occur twice, with equal values."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
@@ -1470,8 +1459,8 @@ def log(out, record):
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and locks it until the command ends, in whatever way. Other commands are
-    refused. A new folder that stays empty is removed again."""
+    """Makes the run folder and locks it until the command ends or is killed. Removes it again if it
+    was new and stays empty. Raises UserError if another command has locked it."""
     is_new, folder = not os.path.exists(out), None
     os.makedirs(out, exist_ok=True)
     data.sync_folder(Path(out).absolute().parent)
@@ -1481,9 +1470,9 @@ def alone_in(out):
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(folder)
-        raise UserError(f"--out {out}: another train.py is at work there") from None
+        raise UserError(f"--out {out}: another train.py is running there; wait for it") from None
     except (ImportError, OSError):          # Windows; some network drives
-        say(f"{out} cannot be locked: start no second train.py there.")
+        say(f"{out} cannot be locked; do not start a second train.py there.")
     try:
         yield
     finally:
@@ -1497,8 +1486,8 @@ def alone_in(out):
 
 @contextmanager
 def signals_to(handler):
-    """Ctrl-C and SIGTERM call handler(number, frame). Outside of the main thread, as in a notebook,
-    Python handles no signals, and nothing happens here."""
+    """Ctrl-C and SIGTERM call handler(number, frame). Outside the main thread, as in a notebook,
+    Python cannot handle signals, and this does nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -1509,13 +1498,13 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Faster float32 products on processors without AMX: oneDNN's setting "bf16" still computes in
-    float32 there, on AMD's in half of MKL's time. Undone where a test product is not exact. It has
-    to be on wherever bits are to agree."""
-    # A compiled product is kept for each shape. Batches have many shapes, and the default of 1,024
-    # products takes gigabytes.
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "128")         # read at the first product
+    """Speeds up float32 products on processors without AMX. There oneDNN's setting "bf16" still
+    computes in float32, and is faster than MKL on AMD. It is undone if a test product is inexact.
+    All runs whose results must be bit-identical have to call it."""
+    # A compiled product is cached for each shape. Batches have many shapes, and the default of
+    # 1,024 products takes gigabytes.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "128")          # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
         return
@@ -1525,21 +1514,21 @@ def fast_matmul():
         matmul.fp32_precision = before
 
 def say(text, file=None):
-    """Prints above the progress bar, in the first process."""
+    """Prints above the progress bar, in the first process only."""
     if ann.rank_and_size()[0] == 0:
         tqdm.write(data.printable(text), file)
 
 def say_figures(figures, place=""):
-    """Prints one aligned line of the training log, and nothing where nothing was measured: the mean
-    losses; "tokens", the fraction of masked tokens predicted correctly, and "mass", the attention
-    of masked mentions on memories of their entity, both seen/unseen; in fine-tuning the accuracy on
-    dev examples. log.jsonl has all figures."""
+    """Prints one aligned line of the training log, if anything was measured: the mean losses, then
+    "tokens" (percentage of masked tokens predicted correctly) and "attention" (of masked mentions
+    on memories of their entity), each seen/unseen, or in fine-tuning the accuracy on dev examples.
+    log.jsonl has all figures."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
     measured = []
     if groups:
-        for title, key in (("tokens", "accuracy"), ("mass", "mass_masked")):
+        for title, key in (("tokens", "accuracy"), ("attention", "mass_masked")):
             shares = "/".join(f"{100 * group[key]:.0f}" for group in groups)
             measured.append(f"{title} {shares}%")
     if "score" in figures:
@@ -1560,9 +1549,9 @@ def choose_device(name=None):
     return torch.device("cuda", index)
 
 def join_processes(device):
-    """Joins the other processes that torchrun started, if any. Raises UserError where these are not
-    there within minutes. Later they may wait for a day while the first one tokenises the corpus; a
-    process that dies closes its connections, so the others know at once."""
+    """Joins the other processes that torchrun started, if any, and waits minutes for them. Later
+    they may wait for a day while the first one tokenises the corpus; if a process dies, its closed
+    connections tell the others at once. Raises UserError for incomplete variables of torchrun."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
         return
@@ -1577,7 +1566,7 @@ def join_processes(device):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     minutes, day = timedelta(minutes=2), timedelta(days=1)
-    with signals_to(signal.SIG_DFL):        # Python's handlers cannot run while C++ connects
+    with signals_to(signal.SIG_DFL):        # while C++ connects, Python's handlers cannot run
         store, rank, size = next(dist.rendezvous("env://", timeout=minutes))
         store.set(f"process {rank}", "here")
         store.wait([f"process {i}" for i in range(size)], minutes)
@@ -1586,42 +1575,42 @@ def join_processes(device):
                                 world_size=size, timeout=day)
 
 def options(f):
-    """What argparse is told of a setting."""
+    """The arguments of argparse's add_argument for a setting."""
     if isinstance(f.default, str):
         return {"choices": f.metadata["allowed"], "help": f.metadata["help"]}
     kind = type(f.default)
     return {"type": kind, "metavar": kind.__name__.upper(), "help": f.metadata["help"]}
 
 PATH = {"type": os.path.abspath, "metavar": "PATH"}
-ARGUMENTS = {       # flags that are no settings, in groups, and what argparse is told of each
+ARGUMENTS = {       # flags that are not settings, in groups, with their arguments of add_argument
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
-        "device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is one"},
+        "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is one"},
         "quiet": {"action": "store_true", "help": "no report at the end"}},
     "a new run; in an existing folder these may be left out": {
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
-        "init": PATH | {"help": "a BERT's folder to start batch-tome from, or a BATCH-TOME file of "
-                        "the paper's own code, which counts as trained"},
-        "from": PATH | {"help": "use the results of this run from before the stage; settings that "
-                        "they do not depend on may be changed"}},
+        "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
+                        "BATCH-TOME, a file of the paper's own code"},
+        "from": PATH | {"dest": "old", "help": "reuse this run's results of earlier stages; "
+                        "settings that do not affect these results may be changed"}},
     "the stage; stored in its file when it begins": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
-        "start": {"help": "start from the weights of this .pt file, of a TOME file of the paper's "
-                  "own code (with --steps 0: taken as trained), or from scratch"},
-        "task": {"choices": ("claims", "qa"), "help": "of --stage finetune"},
+        "start": {"help": 'start from this .pt file or TOME file of the paper\'s own code (with '
+                  '--steps 0: taken as trained), or, for "scratch", from random weights'},
+        "task": {"choices": ("claims", "qa"), "help": "what --stage finetune trains"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
         "replace": {"action": "store_true", "default": None,
-                    "help": "with --append: its articles replace those of the same title"}}}
+                    "help": "with --append: its articles replace those with the same title"}}}
 GOES_WITH = {       # stages, and the flags that do nothing in others
     ("batch-tome", "tome", "finetune"): ("steps", "batch", "lr"),
     ("tome", "finetune"): ("start", "n_search", "blocks"),
     ("memory",): ("append", "replace"), ("finetune",): ("task", "examples")}
 
 def parse_arguments(argv):
-    """The command line. A flag that would do nothing is refused: it was meant for another stage."""
+    """The parsed command line. A flag that the stage would not use is an error."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     for title, flags in (*ARGUMENTS.items(), ("settings of the stage", STAGE_FLAGS),
                          ("settings of a new run (default: the preset's)", FLAGS)):
@@ -1642,20 +1631,21 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """Runs the unfinished stages up to the one named, then appends. Returns the last Plan."""
+    """Trains the unfinished stages up to --stage, then appends. Returns the last Plan."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
-    ann.barrier()               # the first process has made what --from asks for
+    ann.barrier()               # the first process has made the folder of --from
     run, plans = settle(args)
     announce(run, plans, args)
     prepare(run, args.corpus)
     run.open(args.device)
     for plan in plans:
         started, checkpoint = time.time(), run.checkpoint(plan)
-        ann.barrier()               # all have read what this stage may write
+        ann.barrier()               # all processes have read what this stage may write
         if checkpoint is None or not checkpoint["about"]["finished"]:
             say(f"Stage {plan.name}, in {precision_on(run.config, run.device)}.")
             train_stage(run, plan, checkpoint)
+            run.read_checkpoint.cache_clear()       # the stage's file has changed
             how = "finished" if plan.steps else "taken as trained"
             say(f"Stage {plan.name} {how} in {time.time() - started:.0f} s.")
         if needs_memory(run, plan, args):
@@ -1669,17 +1659,17 @@ def train(args):
     return plans[-1]
 
 def report(args, plan):
-    """Runs eval.py on the result; returns its exit status. Several processes only print the
-    command: a memory that fills them all may be too large for one."""
+    """Runs eval.py, which imports this file, and returns its exit status. Several processes only
+    print the command, since their memory may be too large for one process."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:
         flags.append(f"--n-search={plan.n_search}")
     if ann.rank_and_size()[1] > 1:
-        say(f"Finished; python eval.py {' '.join(flags)} shows what was learned.")
+        say(f"Finished. For the report run python eval.py {' '.join(flags)}")
         return 0
     sys.stdout.flush()
-    torch.cuda.empty_cache()            # eval.py needs what this process no longer uses
+    torch.cuda.empty_cache()            # makes room for eval.py
     return subprocess.run([sys.executable, Path(__file__).with_name("eval.py"), *flags]).returncode
 
 def main(argv=None):
@@ -1708,7 +1698,7 @@ def main(argv=None):
         reason = " ".join(str(error).split("\nException raised from")[0].split())
         if "gloo" in str(error) or isinstance(error, dist.DistError):
             status = data.complain("train.py", "another process has ended, or the processes cannot "
-                                   f"reach each other ({reason:.500}); mend what it says")
+                                   f"reach each other ({reason:.500}); fix the cause and rerun")
         elif data.is_out_of_memory(error):
             status = data.complain("train.py", f"out of memory ({reason:.150}); the same command "
                                    "continues from the last checkpoint")

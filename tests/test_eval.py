@@ -1,4 +1,4 @@
-"""Real tasks, their controls and figures, what was retrieved, BM25.   python -m pytest tests/test_eval.py"""
+"""Tasks, their controls and figures, what is retrieved, BM25.   python -m pytest tests/test_eval.py"""
 import ast
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ QUESTIONS = [(f"Who taught {a}?", b) for a, b in zip(NAMES, NAMES[1:])] + [("Wha
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A TOME-2 over 36 passages, trained and fine-tuned for a few steps: every file of a run, and it knows nothing."""
+    """A TOME-2 over 36 passages, trained and fine-tuned for a few steps: a complete run that has learned nothing."""
     folder = tmp_path_factory.mktemp("eval")
     lines = []
     for a, b, c in zip(NAMES, NAMES[1:] + NAMES, NAMES[2:] + NAMES):
@@ -61,13 +61,13 @@ def run(out, monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)                 # not installed, unless a test says so
     return out
 
-def finetune_stage(run, kind, examples, batch=4, **plan):
+def finetune_stage(run, kind, examples, batch=4):
     """The stage as train.py would begin it on this file of examples."""
-    plan = dataclasses.replace(run.plan(kind), batch=batch, examples=[[str(examples), data.checksum(examples)]], **plan)
+    plan = dataclasses.replace(run.plan(kind), batch=batch, examples=[[str(examples), data.checksum(examples)]])
     return train.FinetuneStage(run, plan)
 
 def loss_of_equation_10(memory, query, answer, k):
-    """Over the k memories that a query finds, in plain numpy: [loss], or [] where none is the answer's."""
+    """[loss] over the k memories that a query finds, in plain numpy; [] if none belongs to the answer."""
     scores = memory.keys.numpy().astype(np.float64) @ query.detach().numpy()
     best = np.argsort(-scores)[:k]
     scores = np.exp(scores[best] - scores.max())
@@ -80,8 +80,8 @@ def queries_of(model):
     layer.register_forward_hook(lambda module, inputs, query: asked.append(query.detach()))
     return asked
 
-def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_loss(run, tmp_path):
-    """One batch of both against each read alone, the sums of eq. 10 by hand."""
+def test_a_batch_of_claims_and_clozes_has_the_losses_of_each_alone(run, tmp_path):
+    """The losses of a batch of both, compared with forward passes of each alone and eq. 10 by hand."""
     claims = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
     path = write(tmp_path / "claims.jsonl", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
                                               "label": data.CLAIM_LABELS[e.label]} for e in claims])
@@ -101,7 +101,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
             example = next(e for e in claims if train.examples_batch(loaded, "claims", [e]).tokens[0].tolist() ==
                            row[batch.attention_mask[r]].tolist())
             one, mention = train.examples_batch(loaded, "claims", [example]), -1
-        else:           # a true claim, but for the words of the mention that is asked for
+        else:           # a true claim in which one mention is masked
             name = loaded.corpus.entity_names[int(batch.answer[(batch.row == r) & (batch.answer > 0)])]
             example = next(e for e in true if any(m.entity == name for m in e.mentions) and train.examples_batch(
                 loaded, "qa", [e]).tokens[0, :-4].tolist() == batch.unmasked[r][batch.attention_mask[r]][:-1].tolist())
@@ -123,7 +123,7 @@ def test_clozes_beside_claims_teach_the_last_memory_layer_and_each_has_its_own_l
     for name, losses in by_hand.items():
         assert 0 < len(losses) <= n and parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
 
-def test_questions_are_asked_of_the_last_memory_layer_too_by_what_it_found(run):
+def test_questions_also_train_the_last_memory_layer_on_what_it_retrieved(run):
     loaded, _, _ = train.open_run(run, blocks=2)
     stage = finetune_stage(loaded, "qa", run.parent / "qa.jsonl")
     model, batch = stage.model.eval(), stage.next_batch(0)
@@ -138,7 +138,7 @@ def test_questions_are_asked_of_the_last_memory_layer_too_by_what_it_found(run):
     assert losses.keys() == {"answer", "linking"} and weight == 1
     assert by_hand and float(loss) == pytest.approx(np.mean(by_hand), abs=1e-4)
 
-def test_claims_of_which_no_true_one_names_an_entity_are_learnt_from_their_labels_alone(run, tmp_path):
+def test_claims_without_clozes_are_trained_on_labels_alone(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
     (run / "claims-2.pt").unlink()
     path = write(tmp_path / "claims.jsonl", [{"text": c, "label": "REFUTES"} for c in CLAIMS] + [
@@ -147,20 +147,6 @@ def test_claims_of_which_no_true_one_names_an_entity_are_learnt_from_their_label
                        "--blocks", "2", "--steps", "2", "--batch", "2", "--quiet", "--out", str(run)]) == 0
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     assert "claims" in last and "linking" not in last
-
-def test_a_label_that_training_lacks_is_never_predicted_until_a_later_training_has_it(run, tmp_path):
-    run = shutil.copytree(run, tmp_path / "run")
-    records = [{"text": c, "label": data.CLAIM_LABELS[n % 2]} for n, c in enumerate(CLAIMS)]
-    two = write(tmp_path / "two.jsonl", records)
-    three = write(tmp_path / "three.jsonl", records + [{"text": CLAIMS[0] + "!", "label": "NOT ENOUGH INFO"}] * 9)
-    start = str(shutil.move(run / "claims-2.pt", tmp_path / "start.pt"))
-    loaded = train.read_run(run, blocks=2).open()
-    model = finetune_stage(loaded, "claims", two).model
-    assert model.claim.bias[2] < -9999 and model.claim.bias[:2].abs().max() < 1
-    checkpoint = torch.load(start)
-    torch.save(checkpoint | {"model": model.state_dict()}, start)
-    model = finetune_stage(loaded, "claims", three, start=[[start, 0]]).model
-    assert model.claim.bias.abs().max() < 1
 
 def evaluate(run, *arguments):
     return evaluation.main(["--out", str(run), "--blocks", "2", *map(str, arguments)])
@@ -192,7 +178,7 @@ def test_published_tasks_are_measured(run, tmp_path, capsys, name):
         assert cell["majority"] == max(Counter(a for _, a in QUESTIONS).values()) / len(QUESTIONS)
         controls |= {"recall@20", "bm25_recall@20", "answer_is_entity"}
         assert cell["answer_is_entity"] == (len(QUESTIONS) - 1) / len(QUESTIONS) and cell["emptied"] == 0
-        assert cell["bm25_recall@20"] <= cell["answer_is_entity"]   # what is no entity counts as missed
+        assert cell["bm25_recall@20"] <= cell["answer_is_entity"]   # an answer that is no entity counts as missed
     assert cell.keys() == controls | {"n", "interval"} and cell["interval"] == dict.fromkeys(controls), "too few for an interval"
     assert cell["n"] == len(PUBLISHED[name]) and all(0 <= cell[control] <= 1 for control in controls)
     assert evaluate(run, "--task", task, "--examples", path) == 0
@@ -200,14 +186,14 @@ def test_published_tasks_are_measured(run, tmp_path, capsys, name):
     assert table(capsys.readouterr().out) == {"all": {"n": str(cell["n"])} | {
         title: f"{cell[control]:.3f}" for title, control in names.items()}}
 
-def test_a_file_without_a_label_or_an_answer_is_not_measured(run, tmp_path, capsys):
+def test_a_file_without_a_label_or_an_answer_is_refused(run, tmp_path, capsys):
     for task, record in (("claims", {"text": "One.", "label": None}), ("qa", {"question": "Who?", "answers": []})):
         path = write(tmp_path / "test.jsonl", [record])
         assert evaluate(run, "--task", task, "--examples", path) == 1
         message = capsys.readouterr().err
         assert f"{path}: no example has a label" in message and message.count("\n") == 1
 
-def test_claims_without_a_label_do_not_count_and_questions_without_an_answer_do(run, tmp_path):
+def test_claims_without_a_label_are_left_out_and_questions_without_an_answer_count(run, tmp_path):
     loaded, tome, memory = train.open_run(run, blocks=2)
     claims = write(tmp_path / "claims.jsonl", [{"text": c, "label": label} for c, label in
                                                zip(CLAIMS, ["SUPPORTS", None, "NOT ENOUGH INFO"])])
@@ -225,10 +211,10 @@ def through_the_mlm_heads_layer(tome, x):
     x = .5 * x * (1 + torch.tanh((2 / np.pi) ** .5 * (x + .044715 * x ** 3)))
     return tome.mlm.norm.weight * (x - x.mean()) / (x.var(unbiased=False) + tome.mlm.norm.eps) ** .5 + tome.mlm.norm.bias
 
-def test_without_memory_the_layers_are_off(run):
-    """By hand: the blocks' Transformers alone, the mean of the markers, the head; that says the labels, so all is right."""
+def test_without_memory_switches_the_memory_layers_off(run):
+    """By hand: the blocks' Transformers alone, the mean over mentions, the head. Its labels are taken as correct."""
     loaded, tome, memory = train.open_run(run, blocks=2)
-    memory.values *= 100                                            # that what is attended to is seen in what is said
+    memory.values *= 100                                            # so that attention changes the output
     means, with_memory = [], []
     examples = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), 0, [], {}) for claim in CLAIMS]
     for example in examples:
@@ -239,7 +225,7 @@ def test_without_memory_the_layers_are_off(run):
                 H = block.transformer(H, batch.attention_mask)
             judged = [through_the_mlm_heads_layer(tome, H[0, s]) for s in batch.start.tolist()]
             means.append(sum(judged, torch.zeros(H.shape[-1])) / max(1, len(judged)))
-    for seed in range(8):                                           # heads of which some tell what was retrieved
+    for seed in range(8):                                           # some of these heads depend on what is retrieved
         torch.manual_seed(seed)
         torch.nn.init.normal_(tome.claim.weight)
         said = [int((tome.claim.weight @ mean + tome.claim.bias).argmax()) for mean in means]
@@ -249,7 +235,7 @@ def test_without_memory_the_layers_are_off(run):
         with_memory.append(cell["memory"])
     assert min(with_memory) < 1
 
-def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run, tmp_path, monkeypatch, capsys):
+def test_mentions_come_from_the_file_or_from_noun_chunks_or_entity_names(run, tmp_path, monkeypatch, capsys):
     loaded, _, _ = train.open_run(run, blocks=2)
     text = "Did the teacher of Alma Verran like the tea?"
     path = write(tmp_path / "qa.jsonl", [
@@ -274,7 +260,7 @@ def test_mentions_are_given_or_noun_chunks_or_entity_names_in_the_same_form(run,
     assert found() and "3 mentions are not used: they overlap others, are beyond max_length" in capsys.readouterr().err
 
 def table(text):
-    """{row: {column: text}} of a printed table: of all its blocks, until the legend."""
+    """{row: {column: text}} of a printed table, from all blocks before the legend."""
     rows = {}
     for block in re.split(r"\n\n", text.strip("\n"))[:-1]:
         heading, *lines = block.splitlines()
@@ -298,14 +284,14 @@ def test_the_interval_of_clustered_values_covers_their_mean_and_copies_of_a_valu
     alone = evaluation.interval(values, np.arange(len(values)))
     assert alone[1] - alone[0] < once[1] - once[0]          # as if each value were independent: too narrow
 
-def test_below_30_groups_or_without_any_difference_there_is_no_interval():
+def test_there_is_no_interval_below_30_groups_or_for_equal_values():
     values = np.arange(90) % 2
     assert evaluation.interval(values, np.arange(90) % 29) is None
     assert evaluation.interval(values, np.arange(90) % 31) is not None
     assert evaluation.interval(np.ones(90), np.arange(90)) is None
     assert evaluation.interval((values == 1).tolist(), range(90)) == evaluation.interval(values, np.arange(90))
 
-def test_a_true_and_a_false_claim_about_one_fact_are_one_group_of_the_interval(run, monkeypatch):
+def test_claims_about_one_fact_are_one_group_of_the_interval(run, monkeypatch):
     loaded = train.open_run(run, "claims", blocks=2)
     seen = []
     monkeypatch.setattr(evaluation, "interval", lambda values, groups: seen.append(groups))
@@ -332,7 +318,7 @@ def best(scores, k):
     return sorted(scores, key=lambda p: (-round(scores[p], 9), p))[:k]
 
 @pytest.mark.parametrize("passages", [slice(None), slice(3, None, 4), slice(0)])
-def test_bm25_is_robertsons_formula_and_a_hit_a_passage_with_a_linked_mention_of_an_answer(run, passages):
+def test_bm25_is_robertsons_formula_and_a_hit_is_a_passage_that_links_an_answer(run, passages):
     loaded = train.open_run(run, blocks=2)[0]
     corpus, chosen = loaded.corpus, np.arange(len(loaded.corpus.article))[passages]
     for text in ("Who likes tea?", "Clara Marek taught Felix", "Here again was Edith Sorel too", "\u2603", ""):
@@ -344,7 +330,7 @@ def test_bm25_is_robertsons_formula_and_a_hit_a_passage_with_a_linked_mention_of
             ranks = evaluation.bm25_ranks(corpus, chosen.tolist(), [(tokens, right, []) for right in answers], k)
             assert (ranks < np.inf).tolist() == [bool(linked & set(right)) for right in answers]
 
-def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_that_stands_there(run):
+def test_bm25s_vote_excludes_the_mentions_own_passage_and_its_visible_entities(run):
     loaded = train.open_run(run, blocks=2)[0]
     corpus, mentions, k, ranks, queries = loaded.corpus, train.sample_eval_mentions(loaded, 30), 3, [], []
     every, special = list(range(len(corpus.article))), set(corpus.special.values())
@@ -367,7 +353,7 @@ def test_bm25s_vote_counts_the_passages_of_the_rest_of_the_text_and_no_entity_th
     assert evaluation.bm25_ranks(corpus, every, queries, k).tolist() == ranks
     assert min(ranks) <= k and ranks.count(math.inf)
 
-def test_each_masked_mention_has_a_record_of_what_a_forward_pass_of_it_alone_says(run):
+def test_the_record_of_a_masked_mention_agrees_with_a_forward_pass_of_it_alone(run):
     loaded, tome, memory = train.open_run(run, blocks=2)
     mentions = train.sample_eval_mentions(loaded, 40)
     figures, items = train.masked_mentions(loaded, tome, memory, mentions, batch_size=7)
@@ -415,7 +401,7 @@ def test_the_gain_is_the_mean_over_mentions_and_its_interval_resamples_articles(
             assert measured[kind]["gain"] == [pytest.approx(values.mean()), -1, 1]
 
 def retrieved(text):
-    """[(words, layer), [(weight, passage), …]] of what is printed of one text."""
+    """[(words, layer), [(weight, passage), …]] from the output for one text."""
     shown, layer = [], 0
     for line in text.splitlines():
         if found := re.fullmatch(r"memory layer (\d)", line):
@@ -426,17 +412,17 @@ def retrieved(text):
             shown.append(((found[1], layer), []))
     return shown
 
-def test_an_empty_text_is_a_text_without_a_mention(run, capsys):
+def test_an_empty_text_has_no_mention(run, capsys):
     for flag in ("--show", "--ask"):
         assert evaluate(run, "--task", "qa", flag, "") == 1
         assert "no mention in" in capsys.readouterr().err
 
-def test_the_command_says_how_many_mentions_are_ignored(run, capsys):
+def test_the_number_of_ignored_mentions_is_reported(run, capsys):
     assert evaluate(run, "--show", "Alma Verran " + "is old and " * 300 + "Boris Holt knows Boris Holt.") == 0
     assert "2 of the text's 3 mentions are ignored" in capsys.readouterr().err
     assert evaluate(run, "--show", "Alma Verran knows Boris Holt.") == 0 and not capsys.readouterr().err
 
-def test_what_is_shown_layer_by_layer_is_what_each_layer_retrieved(run, capsys):
+def test_show_prints_what_each_layer_retrieved(run, capsys):
     opened = evaluation.open_run(run, blocks=2)
     loaded, tome, memory, _ = opened
     text = "Alma Verran was taught by Boris Holt."
@@ -463,7 +449,7 @@ def test_what_is_shown_layer_by_layer_is_what_each_layer_retrieved(run, capsys):
                 assert source.passage == loaded.corpus.show_mention(first, 50) == shown[name, layer][0][1]
             H = block.transformer(block.memory_attention(H, batch, memory)[0], batch.attention_mask)
 
-def test_an_answer_comes_first_with_its_weight_in_equation_10_then_the_memories_that_say_it(run, capsys):
+def test_ask_prints_the_answer_with_its_probability_by_equation_10_and_its_sources(run, capsys):
     opened = evaluation.open_run(run, "qa", blocks=2)
     loaded, tome, memory, _ = opened
     text = "Who taught [the friend] of Alma Verran?"
@@ -496,7 +482,7 @@ def test_an_answer_comes_first_with_its_weight_in_equation_10_then_the_memories_
     assert [head for head, _ in retrieved(printed)] == [("sources", 0)] + [
         (words, layer) for layer in (1, 2) for words in ("the friend", "Alma Verran", data.MASK)]
 
-def test_a_claim_is_judged_with_the_softmax_of_its_labels(run, capsys):
+def test_a_claim_is_judged_by_the_softmax_of_its_labels(run, capsys):
     opened = evaluation.open_run(run, "claims", blocks=2)
     example = evaluation.example_of(opened.run, CLAIMS[0])
     batch = train.examples_batch(opened.run, "claims", [example])
@@ -516,8 +502,8 @@ def test_without_a_memory_the_answer_is_nothing(run, capsys):
     assert evaluate(run, "--ask", "Who taught Alma Verran?", "--memory-fraction", 0) == 0
     assert capsys.readouterr().out.startswith("nothing (probability 0.00)\n")
 
-def test_the_lines_of_the_readme_for_python_run(run, capsys, monkeypatch):
-    """Those very lines, with the names of this run."""
+def test_the_readmes_python_example_runs(run, capsys, monkeypatch):
+    """The lines of the README, with the names of this run."""
     readme = (Path(evaluation.__file__).parent / "README.md").read_text("utf-8")
     code = re.search(r"```python\n(.*?)```", readme, re.S)[1]
     for name, here in (("runs/toy", str(run)), ("Oskar Jarvis", "Alma Verran"), ('task="qa"', 'task="qa", blocks=2')):
@@ -528,7 +514,7 @@ def test_the_lines_of_the_readme_for_python_run(run, capsys, monkeypatch):
     answer = evaluation.ask(evaluation.open_run(run, "qa", blocks=2), "Who was the teacher of Alma Verran?")
     assert first == f"{answer.text} {answer.probability:.2f}" and len(lines) > len(answer.sources)
 
-def test_main_is_called_from_a_thread_of_a_notebook_whose_output_is_no_file(run):
+def test_main_works_in_a_thread_with_the_output_of_a_notebook(run):
     said, status = io.StringIO(), []
     with contextlib.redirect_stdout(said):
         thread = threading.Thread(target=lambda: status.append(evaluate(run, "--ask", "Who taught Alma Verran?")))
@@ -536,13 +522,13 @@ def test_main_is_called_from_a_thread_of_a_notebook_whose_output_is_no_file(run)
         thread.join()
     assert status == [0] and "(probability" in said.getvalue()
 
-def test_a_reader_that_stops_reading_ends_the_program_in_silence(run):
+def test_a_closed_pipe_ends_the_program_without_a_message(run):
     with subprocess.Popen(program(run, "--show", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           env={"OMP_NUM_THREADS": "1"}) as done:
         done.stdout.close()
         assert not done.stderr.read() and done.wait() == 141
 
-def test_an_article_is_only_taken_away_where_every_example_names_one(run, tmp_path):
+def test_articles_are_hidden_only_if_every_example_names_one(run, tmp_path):
     path = write(tmp_path / "claims.jsonl", [{"text": f"{NAMES[i]} met {NAMES[i + 1]}.", "label": "SUPPORTS", "subject": subject}
                                              for i, subject in enumerate((NAMES[0], ["a", "list"], "nobody"))])
     loaded = train.open_run(run, "claims", blocks=2)
@@ -559,13 +545,13 @@ def test_an_article_is_only_taken_away_where_every_example_names_one(run, tmp_pa
         ("A [teacher] has a teacher, Alma [Verran].", "A teacher has a teacher, Alma Verran.", ["teacher", "Verran"]),
         ("Who taught the [old friend]?", "Who taught the old friend?", ["old friend"]),               # no name at all
         ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt ", ["friend of Alma Verran", "Boris Holt"])))
-def test_what_a_typed_text_has_in_brackets_is_a_mention(run, text, plain, words):
+def test_words_in_brackets_are_a_mention(run, text, plain, words):
     opened = evaluation.open_run(run, blocks=2)
     example = evaluation.example_of(opened.run, text)
     assert example.text == plain and [plain[m.start:m.end] for m in example.mentions] == words
     assert [mention.words for mention in evaluation.encode(opened, text)] == words
 
-def test_what_is_typed_is_printed_without_control_characters_and_flags_that_do_not_fit_are_refused(run, capsys, monkeypatch):
+def test_control_characters_are_escaped_and_flags_that_do_not_fit_are_refused(run, capsys, monkeypatch):
     assert evaluate(run, "--show", "\x1b[31m Nobody \u202e at all.") == 1
     assert "\x1b" not in (said := capsys.readouterr().err) and "Nobody \\u202e at all" in said.replace("\\\\", "\\")
     for flags in (("--show", "--json"), ("--show", "0"), ("--plot", "x.png", "--json"), ("--plot", "x.png", "--task", "qa"),
@@ -589,8 +575,8 @@ def test_show_n_shows_n_masked_mentions_of_the_groups_in_turn(run, capsys):
         unseen = sum("Boris Holt" in words for words in shown)
         assert unseen == min(n // 2, sum(kinds == 1)) or n == 99
 
-def test_what_is_predicted_is_of_the_masked_mention_where_two_are_in_one_passage(run, monkeypatch, capsys):
-    """The model always predicts "tea", for each token of the masked mention."""
+def test_the_prediction_is_that_of_the_masked_mention_if_a_passage_has_two(run, monkeypatch, capsys):
+    """Here the model predicts "tea" for each token of the masked mention."""
     opened = evaluation.open_run(run, blocks=2)
     loaded = opened.run
     mentions = train.sample_eval_mentions(loaded, 5)
@@ -609,16 +595,11 @@ def test_what_is_predicted_is_of_the_masked_mention_where_two_are_in_one_passage
         words = f"{data.MASK} ({name})"
         assert [x[0] for x in retrieved(printed)] == [(words, 1), (words, 2)]
 
-def test_advice_where_there_is_no_run_is_a_command_that_works(run, tmp_path, capsys):
-    (tmp_path / "README.md").write_text("text")
+def test_the_advice_for_a_missing_run_is_a_command_that_works(run, tmp_path, capsys):
     for out in (tmp_path / "none", tmp_path / "two words" / "$HOME", tmp_path):
         assert evaluation.main(["--out", str(out)]) == 1
         advice = capsys.readouterr().err.split("; run python train.py ")[1]
         assert train.parse_arguments(shlex.split(advice)).out == str(out) and not (out / "run.json").exists()
-    for out in (tmp_path / "README.md", tmp_path / "README.md" / "run"):        # nothing can be trained there
-        assert evaluation.main(["--out", str(out)]) == 1
-        said = capsys.readouterr().err
-        assert "train.py" not in said and "give the folder of a run" in said
 
 @pytest.mark.parametrize("flags", [(), ("--show", "Alma Verran met $x^$ [him]."), ("--show", "3"), ("--ask", "Who taught Alma Verran?")])
 def test_pictures_are_drawn(run, tmp_path, capsys, flags):
@@ -627,7 +608,7 @@ def test_pictures_are_drawn(run, tmp_path, capsys, flags):
     assert evaluate(run, "--plot", path, *flags) == 0
     assert capsys.readouterr().out.endswith(f"Written: {path}\n") and path.read_bytes().startswith(b"\x89PNG")
 
-def test_the_curves_are_the_logs_and_the_memorys(run, monkeypatch):
+def test_the_curves_show_the_log_and_the_accuracy_with_parts_of_the_memory(run, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     opened = evaluation.open_run(run, blocks=2)
     evaluation.draw_run(figure, opened, 2)
@@ -646,7 +627,7 @@ def test_the_curves_are_the_logs_and_the_memorys(run, monkeypatch):
             measured, _ = train.masked_mentions(*opened[:2], opened.memory.sample(share / 100), mentions)
             assert accuracy == measured[line.get_label()]["accuracy"]
 
-def test_without_matplotlib_and_with_a_strange_name_a_picture_is_one_sentence(run, tmp_path, capsys, monkeypatch):
+def test_plot_without_matplotlib_or_with_an_unknown_suffix_gives_one_sentence(run, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     assert evaluate(run, "--plot", tmp_path / "picture.doc") == 1
     assert "must end in .png" in capsys.readouterr().err
@@ -660,7 +641,7 @@ def test_no_function_of_eval_is_longer_than_a_screen():
     lengths = {node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert max(lengths.values()) <= 40, lengths
 
-def test_figures_of_no_mention_are_null(run, monkeypatch, capsys):
+def test_figures_without_mentions_are_null(run, monkeypatch, capsys):
     monkeypatch.setattr(train, "sample_eval_mentions", lambda run, n: np.zeros(0, int))
     assert evaluate(run, "--json") == 0
     figures = json.loads(capsys.readouterr().out)
@@ -669,7 +650,7 @@ def test_figures_of_no_mention_are_null(run, monkeypatch, capsys):
             assert cell.pop("n") == 0 and len(cell) > 1 and set(cell.values()) == {None}
 
 def program(run, *flags):
-    """eval.py as a program of its own, with the settings of these tests."""
+    """The command line of eval.py as a program of its own, with the settings of these tests."""
     root = Path(evaluation.__file__).parent
     code = (f"import runpy, sys; sys.path[:0] = [{str(root)!r}, {str(root / 'tests')!r}]; "
             "import train; from test_eval import TINY; "
@@ -678,7 +659,7 @@ def program(run, *flags):
             f"runpy.run_path({str(root / 'eval.py')!r}, run_name='__main__')")
     return [sys.executable, "-c", code]
 
-def test_the_report_is_whole_on_a_terminal_that_is_not_utf_8(run):
+def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run):
     done = subprocess.run(program(run), capture_output=True, text=True,
                           env={"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -692,8 +673,8 @@ def test_the_report_is_whole_on_a_terminal_that_is_not_utf_8(run):
                 value = value[0] if key == "gain" else value
                 assert row[evaluation.TITLES.get(key, key)] == (f"{value:.3f}" if isinstance(value, float) else str(value))
 
-def test_recall_is_of_the_best_20_also_where_a_table_is_in_its_own_order(run):
-    """A table of 50 entities: its first 20 rows are not the best ones."""
+def test_recall_considers_the_best_20_even_if_the_memory_returns_them_unsorted(run):
+    """The first 20 of the 50 entities are not the best ones."""
     loaded, tome, _ = train.open_run(run, blocks=2)
     answer = loaded.corpus.entity_index["Alma Verran"]
     example = data.Example("Who?", [], None, ["Alma Verran"], {})
@@ -708,7 +689,7 @@ def test_cells_are_means_over_seeds():
     assert [tables.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [
         "0.75 ± 0.35", "0.25", "-", "66.6", ""]
 
-def test_calls_in_cells_are_made_at_once_and_each_only_once():
+def test_calls_in_cells_run_concurrently_and_each_only_once():
     begun, together = [], threading.Barrier(3, timeout=20)
 
     @tables.once
@@ -722,7 +703,7 @@ def test_calls_in_cells_are_made_at_once_and_each_only_once():
     assert filled == {"a": [["", "one"], ["x", [1], 7.0, [2]]], "b": [[[3]], [[1]]]}
     assert sorted(begun) == [1, 2, 3]
 
-def test_after_a_command_that_failed_no_other_begins(tmp_path, monkeypatch, capsys):
+def test_after_a_failed_command_no_other_begins(tmp_path, monkeypatch, capsys):
     begun = []
 
     def failing(line, **_):
@@ -739,7 +720,7 @@ def test_after_a_command_that_failed_no_other_begins(tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
-    """Models of a few steps: that each cell is there, not what it says."""
+    """With models of a few steps. Checks that each cell is present, not its value."""
     commands = []
     in_turn = types.SimpleNamespace(map=lambda work, items: [work(item) for item in items])      # without threads
 

@@ -1,4 +1,4 @@
-"""What the README promises of kills, damage, bad input and strangers, a few faults of each kind.
+"""A few faults of each kind: kills, damage, bad input, malicious files, as the README promises.
 
     python -m pytest tests/test_faults.py -m "not slow"     the quick ones
     python tests/faults.py                                  all
@@ -70,17 +70,17 @@ def test_after_a_kill_or_a_power_cut_the_same_command_ends_as_if_nothing_had_hap
     ("memory", signal.SIGKILL), ("append", signal.SIGTERM), *(
         pytest.param(*where, marks=slow) for where in (
             ("qa", signal.SIGKILL), ("tome", signal.SIGTERM), ("from", signal.SIGTERM)))])
-def test_a_signal_to_the_process_itself_does_the_same(reference, stage, number):
+def test_after_a_signal_the_same_command_ends_as_if_nothing_had_happened(reference, stage, number):
     n = random.Random(stage).randrange(1, len(reference.operations[stage]))
     assert not faults.after_signal(reference, stage, n, number)
 
-def test_what_a_finished_command_made_survives_a_power_cut(reference):
-    """Also the name of the new folder."""
+def test_the_results_of_a_finished_command_survive_a_power_cut(reference):
+    """This includes the name of the new folder."""
     n = len(reference.operations["batch-tome"])
     assert reference.operations["batch-tome"][-1].startswith("exit")
     assert not faults.after_states(reference, "batch-tome", "power", [n])[1]
 
-def test_an_interrupted_append_can_be_left_or_repeated_or_replaced_by_another(reference, small):
+def test_an_interrupted_append_can_be_abandoned_or_replaced_by_another(reference, small):
     out = reference.fresh("append again")
     fault = faults.signal_at(commit_of(reference, "append again"))
     assert run(command("append again", reference.folder, out), fault)[0] == -signal.SIGKILL
@@ -88,7 +88,7 @@ def test_an_interrupted_append_can_be_left_or_repeated_or_replaced_by_another(re
     assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0           # it can be read
     assert quietly(train.main, command("tome", reference.folder, out))[0] == 0  # and trained
     code, said, _ = quietly(train.main, command("append", reference.folder, out, "--replace"))
-    assert code == 0 and "passages of" in said          # the file of before, now as a replacement
+    assert code == 0 and "passages of" in said          # the earlier file, now as a replacement
     assert train.open_run(out)[0].corpus.meta["appended"][-1][1] is True
     assert not list(out.glob("*.part"))
 
@@ -96,7 +96,7 @@ def test_an_interrupted_append_can_be_left_or_repeated_or_replaced_by_another(re
     ("memory", signal.SIGTERM), ("tome", signal.SIGINT),
     pytest.param("append", signal.SIGINT, marks=slow),
     pytest.param("batch-tome", signal.SIGTERM, marks=slow)])
-def test_a_signal_saves_and_says_how_to_continue(reference, stage, number):
+def test_a_command_ended_by_a_signal_saves_and_says_how_to_continue(reference, stage, number):
     out = reference.fresh(stage)
     arguments = command(stage, reference.folder, out)
 
@@ -123,7 +123,7 @@ def test_a_signal_saves_and_says_how_to_continue(reference, stage, number):
         assert train.read_checkpoint(out / "tome-1.pt")["about"]["step"] == 3
     assert not faults.finish(reference, stage, out)
 
-def test_a_signal_while_a_stage_is_evaluated_for_the_last_time_ends_the_command(reference):
+def test_a_signal_during_the_last_evaluation_ends_the_command(reference):
     out, calls = reference.fresh("tome"), []
     (out / "batch-tome.pt").unlink()
     shutil.rmtree(out / "memory")
@@ -145,8 +145,8 @@ def test_a_signal_while_a_stage_is_evaluated_for_the_last_time_ends_the_command(
 
 # ---- One writer ----------------------------------------------------------------------------------
 
-def test_a_folder_that_another_command_works_in_is_left_alone(done, tmp_path, small):
-    """A folder that is still empty, too: the first command has only just made it."""
+def test_a_folder_in_use_by_another_command_is_left_alone(done, tmp_path, small):
+    """Also a folder that is still empty, because the first command has only just made it."""
     fcntl = pytest.importorskip("fcntl")
     (tmp_path / "new").mkdir()
     for out in (done, tmp_path / "new"):
@@ -154,10 +154,10 @@ def test_a_folder_that_another_command_works_in_is_left_alone(done, tmp_path, sm
         folder = os.open(out, os.O_RDONLY)
         fcntl.flock(folder, fcntl.LOCK_EX)
         one_sentence(quietly(train.main, ["--stage", "tome", "--out", out]),
-                     f"{out}: another train.py is at work")
+                     f"{out}: another train.py is running")
         if before:
             assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0   # reading is allowed
-        os.close(folder)                    # however the other ends, the folder is free again
+        os.close(folder)                    # the other command has ended
         assert out.exists() and not difference(out, before)
 
 def test_eval_may_read_while_an_append_ends(reference, done, small, monkeypatch):
@@ -179,8 +179,8 @@ def test_eval_may_read_while_an_append_ends(reference, done, small, monkeypatch)
                                   "no sync without writing"])
 @pytest.mark.parametrize("stage", ["memory", pytest.param("append", marks=slow)])
 def test_a_run_works_where_the_system_cannot_lock_or_sync(reference, what, stage):
-    """Windows has no fcntl and syncs only what is open for writing; drives such as CIFS and vboxsf
-    answer EINVAL, where others cannot lock."""
+    """Windows has no fcntl, and syncs only files that are open for writing. Drives such as CIFS and
+    vboxsf return EINVAL. Others cannot lock."""
     def fault():
         real = os.fsync
 
@@ -203,7 +203,7 @@ def test_a_run_works_where_the_system_cannot_lock_or_sync(reference, what, stage
     assert code == 0 and not difference(out, reference.after[stage]), said
     assert said.count("cannot be locked") == (what in ("no fcntl", "no lock"))
 
-def test_what_a_system_leaves_in_a_folder_being_made_is_no_part_of_it(reference, small):
+def test_files_that_the_system_adds_to_a_new_folder_are_ignored(reference, small):
     out, names = reference.fresh("append again"), (".DS_Store", "Thumbs.db", ".nfs0001")
 
     def fault():
@@ -224,7 +224,7 @@ def test_what_a_system_leaves_in_a_folder_being_made_is_no_part_of_it(reference,
     assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0
 
 class OutStream(io.TextIOBase):
-    """What a notebook has for stdout: without reconfigure, encoding or a file."""
+    """Like a notebook's stdout, which has no reconfigure, encoding or file."""
     def __init__(self):
         self.said = ""
 
@@ -248,7 +248,7 @@ def test_train_main_works_in_a_thread_and_with_the_stdout_of_a_notebook(
     pytest.param("eval.py", "--out no/run", 1), ("train.py", "--stage tome --corpus no/file", 1)])
 def test_each_program_runs_with_the_stdout_of_a_notebook(
         monkeypatch, tmp_path, program, arguments, code):
-    """As %run does it."""
+    """In the same way as %run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [program, *arguments.split()])
     monkeypatch.setattr(sys, "stdout", OutStream())
@@ -257,7 +257,7 @@ def test_each_program_runs_with_the_stdout_of_a_notebook(
         runpy.run_path(str(ROOT / program), run_name="__main__")
     assert leaving.value.code == code and sys.stderr.said
 
-def test_a_terminal_that_is_not_utf_8_ends_no_training(tmp_path):
+def test_a_terminal_that_is_not_utf_8_does_not_end_training(tmp_path):
     corpus = tmp_path / "z\xfcrich.jsonl"
     corpus.write_text("{}")
     arguments = ["--stage", "batch-tome", "--corpus", corpus, "--out", tmp_path / "run"]
@@ -268,7 +268,7 @@ def test_a_terminal_that_is_not_utf_8_ends_no_training(tmp_path):
 # ---- Several processes ---------------------------------------------------------------------------
 
 def no_dropout():
-    """Its random numbers are each process's own."""
+    """The random numbers of dropout differ between processes."""
     train.PRESETS["toy"] = {**faults.MICRO, "dropout": 0.0}
 
 def weights(path):
@@ -277,9 +277,9 @@ def weights(path):
 @slow
 @pytest.mark.parametrize("memory_from", [0.0, 0.3])
 def test_two_processes_train_as_one_does(reference, tmp_path, memory_from):
-    """Same batches, same losses, same gradients. A fit after the first of these steps whitens
-    components of hardly any variance, which multiplies rounding; with keys of 8 numbers, those of
-    the largest variance, the bounds are little wider than without."""
+    """They have the same batches, losses and gradients. A fit after so few steps whitens components
+    with hardly any variance, which amplifies rounding. With keys of 8 numbers, the components with
+    the largest variance, the bounds are only a little wider than without a fit."""
     one, two = tmp_path / "one", tmp_path / "two"
     more = "--memory-from", memory_from, "--key-dim", 8
     code, said = run(command("tome", reference.folder, one, *more), no_dropout)
@@ -338,14 +338,14 @@ def test_a_process_that_dies_while_the_memory_is_built_ends_the_other(reference)
     "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_PORT=x MASTER_ADDR=localhost",
     "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_PORT=99999 MASTER_ADDR=localhost",
     "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_PORT=29500"])
-def test_variables_of_torchrun_that_do_not_fit_are_one_sentence(tmp_path, variables):
+def test_inconsistent_variables_of_torchrun_give_one_sentence(tmp_path, variables):
     environment = dict(pair.split("=") for pair in variables.split())
     code, said = run(["--stage", "tome", "--out", str(tmp_path / "run")], environment=environment)
     assert code == 1 and said.count("\n") == 1 and "torchrun" in said, said
     assert not (tmp_path / "run").exists()
 
 def unreachable(tmp_path, fault=lambda: None):
-    """The second of two processes, whose first is not there."""
+    """The second of two processes, without the first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     return faults.Child(["--stage", "tome", "--out", str(tmp_path / "run")], fault, {
@@ -353,7 +353,7 @@ def unreachable(tmp_path, fault=lambda: None):
         "LOCAL_RANK": "1"})
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_whose_master_cannot_be_reached_ends_at_once_when_told(tmp_path, number):
+def test_a_process_whose_master_cannot_be_reached_ends_at_once_on_a_signal(tmp_path, number):
     child = unreachable(tmp_path)
     time.sleep(1)
     os.kill(child.process.pid, number)
@@ -361,7 +361,7 @@ def test_a_process_whose_master_cannot_be_reached_ends_at_once_when_told(tmp_pat
     assert code in (-number, 130)
 
 def test_a_process_whose_master_cannot_be_reached_gives_up_with_a_sentence(tmp_path):
-    def fault():            # minutes are seconds here
+    def fault():            # turns minutes into seconds
         train.timedelta = lambda minutes=0, days=0: timedelta(seconds=minutes, days=days)
     code, said = unreachable(tmp_path, fault).wait(30)
     assert code == 1 and "cannot reach each other" in said and "Traceback" not in said, said
@@ -370,16 +370,16 @@ def test_a_process_whose_master_cannot_be_reached_gives_up_with_a_sentence(tmp_p
 
 @pytest.mark.parametrize("n", [1, pytest.param(6, marks=slow)])
 @pytest.mark.parametrize("kind", faults.KINDS)
-def test_damage_and_forged_values_are_one_sentence_or_change_nothing(reference, small, kind, n):
+def test_damage_and_forged_values_give_one_sentence_or_change_nothing(reference, small, kind, n):
     counts, wrong = faults.corruptions(reference, kind, n, random.Random(f"{kind} {n}"))
     assert counts.total() == n and not wrong
 
-def test_a_deeply_nested_run_file_is_one_sentence(done, small):
+def test_a_deeply_nested_run_file_gives_one_sentence(done, small):
     for text in ("[" * 100_000, '{"a":' * 100_000, ""):
         (done / "run.json").write_text(text)
         one_sentence(quietly(evaluation.main, ["--out", done]), "run.json", "damaged")
 
-def test_what_the_message_says_about_a_damaged_shard_helps(reference, small):
+def test_the_advice_about_a_damaged_shard_works(reference, small):
     out = reference.fresh("tome")
     faults.spoil(out / "memory/keys-00002.npy", random.Random(0), "flip")
     one_sentence(quietly(train.main, command("tome", reference.folder, out)), "keys-00002.npy",
@@ -399,7 +399,7 @@ def stranger(reference, tmp_path_factory):
     ("tome-1.pt", "tome-1.pt was made from another"), ("memory", "memory was made from another"),
     ("corpus", "was made from another corpus"), ("corpus/vocab.txt", "vocab.txt"),
     ("batch-tome.pt", "batch-tome.pt was made from another corpus"), ("run.json", "corpus")])
-def test_what_belongs_to_another_run_is_refused(reference, stranger, small, name, words):
+def test_files_of_another_run_are_refused(reference, stranger, small, name, words):
     out = reference.fresh("tome-2")
     if (out / name).is_dir():
         shutil.rmtree(out / name)
@@ -434,7 +434,7 @@ def test_a_stranger_s_checkpoint_or_array_runs_no_code(done, small, tmp_path):
     data.write_json(folder / "meta.json", meta)
     one_sentence(quietly(evaluation.main, ["--out", done]), folder, "damaged")
     assert not owned.exists()
-    np.load(keys, allow_pickle=True)        # it would have run
+    np.load(keys, allow_pickle=True)        # here the code runs
     assert owned.exists()
 
 def test_a_stranger_s_bert_runs_no_code(tmp_path, small):
@@ -458,7 +458,7 @@ def test_no_mutated_line_is_lost_or_breaks_anything(tmp_path, n):
     assert all(c["kept"] and c["reported"] for c in counts.values())
     assert sum(c.total() for c in counts.values()) >= n
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(reference, small, tmp_path):
+def test_a_folder_that_cannot_be_written_gives_one_sentence(reference, small, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run"):
         one_sentence(quietly(train.main, command("tome", reference.folder, out)), out)
@@ -481,7 +481,7 @@ def disk(tmp_path):
 @pytest.mark.parametrize("stage, room", [
     ("memory", 60), *(pytest.param(*where, marks=slow) for where in (
         ("batch-tome", 16), ("batch-tome", 700), ("tome", 200), ("append", 40)))])
-def test_a_full_disk_is_one_sentence_and_the_same_command_continues_once_there_is_room(
+def test_a_full_disk_gives_one_sentence_and_the_command_continues_once_there_is_room(
         reference, small, disk, stage, room):
     files = [path for path in reference.before[stage].rglob("*")]
     size = sum(path.stat().st_size + 4096 for path in files) // 1024 + room
@@ -493,13 +493,13 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_continues_once_there_i
     subprocess.run(["mount", "-o", "remount,size=100m", place], check=True)
     assert not faults.finish(reference, stage, out)
 
-def test_a_read_only_disk_is_one_sentence(reference, small, disk):
+def test_a_read_only_disk_gives_one_sentence(reference, small, disk):
     out = disk("size=1m,ro") / "run"
     one_sentence(quietly(train.main, command("tome", reference.folder, out)), "run", "Read-only")
 
-def test_no_file_is_written_outside_of_out_and_the_same_seed_gives_the_same_bytes(
+def test_no_file_is_written_outside_out_and_the_same_seed_gives_the_same_bytes(
         reference, tmp_path):
-    """Working folder, home and temporary folder stay as they are."""
+    """The working folder, home and temporary folder do not change."""
     here, out = tmp_path / "here", tmp_path / "run"
     for name in ("home", "tmp"):
         (here / name).mkdir(parents=True)
@@ -522,7 +522,7 @@ TEXT = "Mona Varga was born in Port Ellin and her teacher was Igor Sand of the o
         [(TEXT, [(0, len(TEXT), "Mona")])] * 3,
         [("Mona", [(0, 4, "Mona")])] * 2 + [("?", [])]))],
     ids=["one passage", "the others not linked", "one mention", "only mentions", "hardly a word"])
-def test_a_corpus_with_hardly_anything_in_it_trains_without_nan(reference, tmp_path, lines):
+def test_a_tiny_corpus_trains_without_nan(reference, tmp_path, lines):
     data.write_lines(tmp_path / "corpus.jsonl", (
         {"title": f"T{i}", "text": text, "split": "train",
          "mentions": [dict(zip(("start", "end", "entity"), m)) for m in mentions]}
@@ -540,5 +540,5 @@ def test_nothing_leaks(reference, small):
     faults.leak(reference, steps=200)       # oneDNN makes a kernel for each new shape and keeps it
     early, fitted, late = faults.leak(reference, steps=400)
     assert late[1] <= fitted[1]               # tensors
-    # A leak of 100 KB a step would show: a batch and what is made of it takes more.
+    # A leak of 100 KB per step would be noticed; a batch and what is computed from it take more.
     assert late[0] - early[0] < 25

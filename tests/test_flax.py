@@ -437,7 +437,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
         str(out), *SMALL)
     said = capsys.readouterr().out
-    assert "has no weights for mlm, entity_query, claim; these start at random" in said
+    assert "has no weights for mlm, entity_query, claim; these are initialised randomly" in said
     assert "taken as trained" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["plan"].steps == 0 and saved["about"]["finished"]
@@ -448,7 +448,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     run("--stage", "tome", "--start", str(tmp_path / "tome"), "--steps", "0", "--out",
         str(out), "--blocks", str(blocks), "--quiet")
     said = capsys.readouterr().out
-    assert "has no weights for mlm, claim; these start at random" in said
+    assert "has no weights for mlm, claim; these are initialised randomly" in said
     assert "not used: memory_extraction_layer" in said
     saved = train.read_checkpoint(out / f"tome-{blocks}.pt")
     assert saved["plan"].steps == 0

@@ -1,4 +1,4 @@
-"""W processes compute what one does on the same batch.   python -m pytest tests/test_sharded.py"""
+"""Several processes compute what one computes.   python -m pytest tests/test_sharded.py"""
 import json
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ import train
 from memory import GivenMemory, MentionMemory, load_memory
 from traffic import counted
 
-# k_shard = k: the search is exact. Of few questions none may retrieve its answer, and then all
-# gradients are zero, so a batch of qa is larger.
+# With k_shard = k the search is exact. Batches of qa are larger, since among few questions none may
+# retrieve its answer, and then all gradients are zero.
 TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16,
         "eval_mentions": 20, "memory_from": 0.0, "k_answer": 40, "k_answer_shard": 40,
         "schedule": {name: train.Schedule(2, 1e-3, 1, 40 if name == "qa" else 16)
@@ -45,11 +45,11 @@ def stage_of(folder, kind):
     plan = run.plan(kind)
     if kind in ("claims", "qa"):
         plan = replace(plan, examples=[[str(folder / f"{kind}.jsonl"), 0]])
-    torch.manual_seed(0)        # batch-tome.pt is there: its stage leaves the weights to the loop
+    torch.manual_seed(0)        # since batch-tome.pt exists, its stage starts from random weights
     return run, train.new_stage(run, plan)
 
 def first_step(folder, kind, found):
-    """Loss and gradients of a stage's first step; bytes sent, and what was retrieved."""
+    """Loss, gradients and bytes sent in a stage's first step. Empties `found`."""
     rank, size = ann.rank_and_size()
     _, stage = stage_of(folder, kind)
     batch = stage.next_batch(0).part(rank, size)
@@ -108,7 +108,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def several(folder, tmp_path_factory):
-    """What each of 2, 4 and 3 processes has after the first step of each stage (3: of tome)."""
+    """Each of 2, 4 and 3 processes after the first step of each stage (3 processes: of tome)."""
     done = {}
     for size, stages in ((2, STAGES), (4, STAGES), (3, ("tome",))):
         results = tmp_path_factory.mktemp(f"{size}")
@@ -135,8 +135,8 @@ def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, severa
     assert any(float(grad.abs().max()) > 1e-3 for grad in one["grads"].values())
 
 @pytest.mark.slow
-def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
-    """A process may get claims without any mention, while the clozes beside them are another's."""
+def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
+    """The clozes of these claims go to another process."""
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     claim, *others = data.read_examples(folder / "claims.jsonl", "claims")[:40]
     run, stage = stage_of(folder, "claims")
@@ -153,8 +153,8 @@ def test_a_part_of_a_batch_may_name_nothing(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_bytes_sent_in_a_step_are_those_of_the_readmes_formula(several, size):
-    """README, several processes: what a process sends in a step of stage tome, one memory layer."""
+def test_the_number_of_bytes_sent_per_step_follows_from_the_shapes(several, size):
+    """What a process sends per step of stage tome, with one memory layer."""
     results, d_K, d_V, k_shard, k_answer_shard = several[size]["tome"], 64, 128, 64, 40
     mentions = [r["mentions"] for r in results]
     bounds = np.cumsum([0] + [r["n_local"] for r in results])
@@ -195,7 +195,7 @@ def test_given_memories_come_from_the_shards_of_all_processes(several, size):
                 expected += g["weights"][m, ids.index(i)] * ids.count(i) * values[i]
             torch.testing.assert_close(g["value"][m], expected, atol=1e-4, rtol=1e-4)
             own += sum(first <= i < first + g["rows"] for i in found)
-        # Some from here, some from other shards.
+        # Some memories come from this shard, others from other shards.
         assert 0 < own < (g["ids"] >= 0).sum() or g["rows"] == 0
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_a_memory_written_by_two_processes_loads_in_one_three_or_four(folder, se
         assert len(rows) == len(written)
         np.testing.assert_allclose(rows, written, atol=1e-5)
 
-def test_bucketed_memory_with_all_buckets_retrieves_what_the_exact_one_does():
+def test_searching_all_buckets_retrieves_the_same_memories_as_exact_search():
     g = torch.Generator().manual_seed(0)
     rows = dict(keys=torch.randn(300, 8, generator=g), values=torch.randn(300, 6, generator=g),
                 entity=torch.randint(1, 6, (300,), generator=g), passage=torch.arange(300) // 3,

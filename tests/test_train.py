@@ -1,6 +1,6 @@
 """The run folder's contract, the stages, mistakes in flags.   python -m pytest tests/test_train.py
 
-Contract 1 to 8 are the sentences of "The run folder" in the README.
+"Contract 1" to "8" refer to the numbered sentences about the run folder in the README.
 """
 import json
 import os
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.usefixtures("small")
 slow = pytest.mark.slow
 
 def run(stage, out, *flags):
-    """(exit code, stdout, stderr) of train.py. stage: "tome", "finetune --task qa"."""
+    """(exit code, stdout, stderr) of train.py. stage: for example "finetune --task qa"."""
     return quietly(train.main, ["--stage", *stage.split(), "--out", out, "--quiet", *flags])
 
 def works(*arguments):
-    """What a command prints that must end with status 0."""
+    """What a command prints, which has to end with status 0."""
     code, said, err = run(*arguments)
     assert code == 0, err
     return said
@@ -61,7 +61,7 @@ def figures_of(out, *flags):
 
 @pytest.fixture
 def before(reference, tmp_path):
-    """before(stage): a copy of the folder that the stage finds, to be changed."""
+    """before(stage): a copy of the folder before this stage, which tests may change."""
     def copied(stage):
         return Path(shutil.copytree(reference.before[stage] / "run", tmp_path / f"before {stage}"))
     return copied
@@ -97,7 +97,7 @@ def test_a_finished_run_does_not_depend_on_what_presets_say_later(done, monkeypa
     assert figures_of(done) == figures
     works("finetune --task claims", done, "--steps", 1)
 
-def test_the_same_commands_again_change_nothing(reference, done):
+def test_repeating_the_commands_changes_nothing(reference, done):
     whole = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
     for stage in faults.STAGES:
         if stage != "from":
@@ -108,7 +108,7 @@ def test_the_same_commands_again_change_nothing(reference, done):
     ("--preset", "mini", "toy"), ("--seed", 1, 0), ("--hidden", 48, 96), ("--clip", 2.0, 1.0),
     ("--key-dim", 32, 16), ("--log-every", 9, 3), ("--corpus", "mine.jsonl", "without"),
     ("--from", "elsewhere", "without")])
-def test_a_flag_that_contradicts_run_json_is_one_error_with_both_values(
+def test_a_flag_that_contradicts_run_json_is_refused_with_both_values(
         done, corpus_file, flag, value, before):
     whole = contents(done)
     if value in ("mine.jsonl", "elsewhere"):
@@ -116,13 +116,13 @@ def test_a_flag_that_contradicts_run_json_is_one_error_with_both_values(
     refused(run("tome", done, flag, value), f"{flag} {value}", before, "leave the flag out",
             "choose another --out")
     assert not difference(done, whole)
-    works("tome", done, "--preset", "toy", "--seed", 0, "--hidden", 96, "--clip", 1)    # as it is
+    works("tome", done, "--preset", "toy", "--seed", 0, "--hidden", 96, "--clip", 1)    # the same
 
 def test_a_corpus_file_may_move_but_not_change(tmp_path, corpus_file):
     out = tmp_path / "run"
     works("batch-tome", out, "--corpus", corpus_file, "--steps", 1)
     moved = corpus_file.rename(tmp_path / "moved.jsonl")
-    works("memory", out)                        # its text is in the run folder
+    works("memory", out)                        # the text is in the run folder
     works("memory", out, "--corpus", moved)
     moved.write_text(moved.read_text() + moved.read_text().splitlines()[0] + "\n")
     refused(run("memory", out, "--corpus", moved), "--corpus", moved, corpus_file, "leave the flag")
@@ -148,7 +148,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
     assert not difference(out, whole)
     works(stage, out, what, corpus_file, *steps)
 
-def test_until_the_corpus_is_whole_another_command_may_have_the_folder(tmp_path, monkeypatch):
+def test_until_the_corpus_is_complete_a_command_may_change_the_seed(tmp_path, monkeypatch):
     out, build = tmp_path / "run", data.Corpus.build
 
     def interrupted(*args, **kwargs):
@@ -156,7 +156,7 @@ def test_until_the_corpus_is_whole_another_command_may_have_the_folder(tmp_path,
     monkeypatch.setattr(data.Corpus, "build", interrupted)
     assert run("batch-tome", out, "--seed", 0)[0] == 130
     monkeypatch.setattr(data.Corpus, "build", build)
-    refused(run("batch-tome", out, "--seed", 5), "world", "--seed")     # what is in the way
+    refused(run("batch-tome", out, "--seed", 5), "world", "--seed")
     shutil.rmtree(out / "world")
     works("batch-tome", out, "--seed", 5, "--steps", 1)
     assert train.read_run(out).seed == 5
@@ -169,7 +169,7 @@ def test_results_without_run_json_are_not_overwritten(done):
 
 # ---- Contract 3: --from --------------------------------------------------------------------------
 
-def test_from_links_the_results_before_the_stage_and_allows_its_own_settings(reference, tmp_path):
+def test_from_links_earlier_results_and_allows_new_settings_of_the_stage(reference, tmp_path):
     out, old = tmp_path / "new", reference.whole
     flags = "--from", old, "--entity-weight", 0.4
     works("tome", out, *flags, "--steps", 2)
@@ -194,7 +194,7 @@ def test_from_refuses_a_setting_that_an_inherited_result_depends_on(
             f"{flag} {value}", before, "depend on it")
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob("*.part"))
 
-def test_from_trains_a_stage_longer_which_the_same_folder_refuses(reference, done, tmp_path):
+def test_from_trains_a_stage_for_more_steps_but_the_same_folder_refuses(reference, done, tmp_path):
     refused(run("tome", done, "--steps", 6), "--steps 6", "tome-1.pt was made with 4")
     works("tome", tmp_path / "longer", "--from", done, "--steps", 6)
     assert about(tmp_path / "longer/tome-1.pt")["steps"] == 6
@@ -206,7 +206,7 @@ def test_a_second_command_does_not_empty_the_new_folder_of_the_first(reference, 
     (part / "batch-tome.pt").write_text("half of it")
     folder = os.open(part, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    refused(run("tome", tmp_path / "new", "--from", reference.whole), "another train.py is at work")
+    refused(run("tome", tmp_path / "new", "--from", reference.whole), "another train.py is running")
     os.close(folder)
     assert (part / "batch-tome.pt").exists()
     works("tome", tmp_path / "new", "--from", reference.whole, "--steps", 1)
@@ -255,7 +255,7 @@ def test_a_stage_that_has_begun_continues_with_its_flags_or_a_lower_rate(before,
     assert (about(out / "tome-1.pt")["lr"], about(out / "tome-1.pt")["batch"]) == (1e-4, 4)
 
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
-def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
+def test_a_weight_that_is_not_finite_is_never_saved_and_the_advice_works(
         before, monkeypatch, when):
     real, calls, out = torch.optim.AdamW.step, [], before("tome")
 
@@ -268,7 +268,7 @@ def test_a_weight_that_is_not_a_number_is_never_saved_and_the_advice_works(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", blows_up)
     result = run("tome --blocks 2", out)
-    refused(result, "not a number at step", "tome-2.pt keeps the last good step")
+    refused(result, "not finite at step", "tome-2.pt keeps the last good step")
     advice = result[2].split("--stage tome ")[1].rstrip(".").split()
     monkeypatch.setattr(torch.optim.AdamW, "step", real)
     assert advice[:3] == ["--blocks", "2", "--lr"]
@@ -306,7 +306,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated_first(
     works("tome", out)
     assert len(steps) == 1 and not difference(out, reference.after["tome"])
 
-def test_resuming_on_other_threads_is_said_once(before, reference):
+def test_resuming_with_another_number_of_threads_is_reported_once(before, reference):
     out = before("tome")
     faults.run(command("tome", reference.folder, out), faults.die_at_step(4))
     n = torch.get_num_threads()
@@ -325,7 +325,7 @@ def test_resuming_on_other_threads_is_said_once(before, reference):
     ("batch-tome.pt", "tome --blocks 2 --steps 4", "tome-2.pt was made from another batch-tome"),
     ("tome-1.pt", "finetune --task qa", "qa-1.pt was made from another tome-1"),
     ("world/meta.json", "finetune --task qa", None)])
-def test_a_result_is_refused_beside_another_source(done, changed, stage, refused_file):
+def test_a_result_is_refused_if_its_source_has_changed(done, changed, stage, refused_file):
     if changed.endswith(".pt"):
         retouch(done / changed)
     else:
@@ -337,7 +337,7 @@ def test_a_result_is_refused_beside_another_source(done, changed, stage, refused
         refused(run(stage, done), refused_file, "remove")
     assert not difference(done, whole)
 
-def test_a_memory_is_refused_beside_another_batch_tome(before):
+def test_a_memory_is_refused_if_batch_tome_has_changed(before):
     out = before("tome")
     retouch(out / "batch-tome.pt")
     refused(run("tome", out), f"{out / 'memory'} was made from another batch-tome")
@@ -347,15 +347,15 @@ def test_a_memory_is_refused_beside_another_batch_tome(before):
 @pytest.mark.parametrize("kind, source", [
     ("memory", "memory"), ("corpus", "corpus"), ("memory", "appended-0001/memory"),
     ("corpus", "appended-0001/corpus")])
-def test_appended_folders_that_do_not_belong_together_are_refused(done, kind, source):
-    """The memory from before an append beside the corpus from after it, and the other way round."""
+def test_an_appended_corpus_and_memory_that_do_not_match_are_refused(done, kind, source):
+    """The memory from before an append with the corpus from after it, and the other way round."""
     target = done / "appended-0002" / kind
     shutil.rmtree(target)
     shutil.copytree(done / source, target)
     refused(quietly(evaluation.main, ["--out", done]), "appended-0002/memory was made from another")
 
-def test_a_corpus_rebuilt_with_another_vocabulary_is_refused_by_what_was_trained(done, monkeypatch):
-    """Learning a vocabulary again need not give the same one in every version of a package."""
+def test_a_model_is_refused_if_the_corpus_was_rebuilt_with_another_vocabulary(done, monkeypatch):
+    """Different versions of the tokenizers package may learn different vocabularies."""
     real = data.train_tokenizer
 
     def other(texts, size):
@@ -365,7 +365,7 @@ def test_a_corpus_rebuilt_with_another_vocabulary_is_refused_by_what_was_trained
     monkeypatch.setattr(data, "train_tokenizer", other)
     refused(run("memory", done), "batch-tome.pt was made from another corpus")
 
-def test_weights_of_another_vocabulary_are_no_start(done, tmp_path):
+def test_start_refuses_weights_with_another_vocabulary(done, tmp_path):
     whole = torch.load(done / "tome-1.pt", weights_only=True)
     told = json.loads(whole["about"])
     other = json.dumps(told | {"vocab": told["vocab"] ^ 1})
@@ -375,7 +375,7 @@ def test_weights_of_another_vocabulary_are_no_start(done, tmp_path):
 
 # ---- Contract 7: bytes ---------------------------------------------------------------------------
 
-def test_finished_files_contain_weights_only_and_have_the_same_bytes_however_they_came_about(
+def test_finished_files_contain_weights_only_and_the_same_bytes_after_an_interruption(
         reference, before, tmp_path):
     assert torch.load(reference.whole / "qa-1.pt", weights_only=True).keys() == {"about", "model"}
     out = before("qa")
@@ -402,7 +402,7 @@ def test_an_append_is_one_new_folder_and_leaves_everything_else_alone(reference)
     assert [what for what in reference.operations["append"] if what.startswith("rename")][-1] \
         == "rename run/appended-0001.part"
 
-def test_the_highest_number_counts(reference, done):
+def test_the_append_with_the_highest_number_is_used(reference, done):
     names = [train.open_run(done)[0].corpus.titles for _ in range(1)]
     shutil.rmtree(done / "appended-0002")
     names.append(train.open_run(done)[0].corpus.titles)
@@ -410,14 +410,14 @@ def test_the_highest_number_counts(reference, done):
     names.append(train.open_run(done)[0].corpus.titles)
     assert len(names[0]) > len(names[1]) > len(names[2]) and names[0][:len(names[1])] == names[1]
 
-def test_training_is_a_function_of_the_run_alone_also_after_an_append(reference, done):
-    """Also fine-tuning, whose examples have answers that only the appended text knows."""
+def test_training_does_not_depend_on_appended_text(reference, done):
+    """Nor does fine-tuning, where only the appended text contains some of the answers."""
     for stage, name in (("tome", "tome-1"), ("tome-2", "tome-2"), ("qa", "qa-1")):
         (done / f"{name}.pt").unlink()
         assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
     assert not set(difference(done, reference.after["append again"])) - {"log.jsonl"}
 
-def test_a_fine_tuning_is_not_changed_by_an_append_while_it_is_interrupted(reference, before):
+def test_an_append_during_an_interruption_does_not_change_fine_tuning(reference, before):
     out = before("qa")
     assert faults.run(command("qa", reference.folder, out), faults.die_at_step(4))[0] < 0
     works("memory", out, "--append", reference.folder / "more.jsonl")
@@ -425,12 +425,12 @@ def test_a_fine_tuning_is_not_changed_by_an_append_while_it_is_interrupted(refer
     assert (out / "qa-1.pt").read_bytes() == reference.after["qa"]["qa-1.pt"]
     assert figures_of(out, "--task", "qa")
 
-def test_the_same_file_appended_twice_is_said_and_does_nothing(reference, done):
+def test_appending_the_same_file_again_is_reported_and_does_nothing(reference, done):
     whole = contents(done)
     said = works("memory", done, "--append", reference.folder / "other.jsonl", "--replace")
     assert "other.jsonl was appended before" in said and not difference(done, whole)
 
-def test_replace_takes_old_articles_out_of_the_memory_and_append_alone_does_not(reference, done):
+def test_replace_removes_old_articles_from_the_memory_and_append_alone_does_not(reference, done):
     titles = {json.loads(line)["title"] for line in open(reference.folder / "other.jsonl")}
     loaded, _, table = train.open_run(done)
     corpus = loaded.corpus
@@ -444,7 +444,7 @@ def test_replace_takes_old_articles_out_of_the_memory_and_append_alone_does_not(
     _, _, both = train.open_run(done)
     assert len(both) > len(table)
 
-def test_appended_text_is_held_out_and_makes_the_memory_that_building_at_once_makes(
+def test_appended_text_is_held_out_and_gives_the_memory_of_a_corpus_built_at_once(
         reference, done, tmp_path):
     shutil.rmtree(done / "appended-0002")
     first, after = data.Corpus(done / "corpus"), data.Corpus(done / "appended-0001/corpus")
@@ -468,8 +468,8 @@ def test_appended_text_is_held_out_and_makes_the_memory_that_building_at_once_ma
     assert (done / "memory/keys-00000.npy").read_bytes() \
         == (done / "appended-0001/memory/keys-00000.npy").read_bytes()
 
-def test_an_append_costs_what_the_new_text_costs(done, tmp_path):
-    """The work is counted in calls of Python's functions; all texts have one title."""
+def test_the_cost_of_an_append_is_linear_in_the_new_text(done, tmp_path):
+    """Cost is the number of Python function calls. All texts have the same title."""
     shutil.rmtree(done / "appended-0002")
     calls = []
     for n in (50, 200, 800):
@@ -488,7 +488,7 @@ def test_an_append_costs_what_the_new_text_costs(done, tmp_path):
         assert code == 0, err
     assert calls[2] - calls[0] < 7 * (calls[1] - calls[0])              # 5 times as many texts
 
-def test_a_mistake_in_an_appended_file_costs_nothing(before, tmp_path):
+def test_a_mistake_in_an_appended_file_changes_nothing(before, tmp_path):
     out, more = before("append"), tmp_path / "more.jsonl"
     whole = contents(out)
     refused(run("memory", out, "--append", more), "more.jsonl")
@@ -503,7 +503,7 @@ def test_a_mistake_in_an_appended_file_costs_nothing(before, tmp_path):
 
 # ---- The stages ----------------------------------------------------------------------------------
 
-def test_the_memory_contains_what_the_encoder_says_of_each_linked_mention(reference):
+def test_the_memory_contains_the_encoders_key_and_value_of_each_linked_mention(reference):
     loaded = train.read_run(reference.whole).open("cpu")
     table, corpus = train.open_memory(loaded), loaded.corpus
     model = train.load_model(loaded, "batch-tome")
@@ -522,9 +522,9 @@ def test_the_memory_contains_what_the_encoder_says_of_each_linked_mention(refere
         torch.testing.assert_close(table.values[m], value[0], atol=1e-4, rtol=1e-4)
         assert table.entity[m] == corpus.mention_entity[mention] and table.passage[m] == p
 
-def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(
+def test_a_process_without_a_shard_has_an_empty_memory_of_the_same_type(
         before, tmp_path, monkeypatch):
-    """It sends and receives rows: of float16 in a memory of float16."""
+    """Processes exchange rows, which are float16 if the memory is."""
     out = before("memory")
     works("memory", tmp_path / "half", "--from", out, "--memory-dtype", "float16")
     full = memory_file.load_memory(tmp_path / "half/memory")[0]
@@ -535,7 +535,7 @@ def test_a_process_without_a_shard_has_an_empty_table_of_the_same_kind(
         a, b = getattr(full, name), getattr(empty, name)
         assert a.dtype == b.dtype and a.shape[1:] == b.shape[1:], name
 
-def test_in_fine_tuning_and_after_it_eq_10_compares_k_finetune_memories(before, monkeypatch):
+def test_eq_10_compares_k_finetune_memories_in_fine_tuning_and_evaluation(before, monkeypatch):
     out, asked, real = before("qa"), [], train.MentionMemory.retrieve
 
     def retrieve(memory, query, passage, k, k_shard):
@@ -543,7 +543,7 @@ def test_in_fine_tuning_and_after_it_eq_10_compares_k_finetune_memories(before, 
         return real(memory, query, passage, k, k_shard)
     monkeypatch.setattr(train.MentionMemory, "retrieve", retrieve)
     works("finetune --task qa", out, "--steps", 1)
-    # The memory layer, then eq. 10. Each process offers all, so the search is exact for any number.
+    # The memory layer, then eq. 10.
     assert asked[:2] == [(8, 8), (16, 16)]
     asked.clear()
     figures_of(out, "--task", "qa")
@@ -560,7 +560,7 @@ def test_fine_tuning_keeps_the_weights_with_the_best_dev_score(before):
     dev = train.task_examples(loaded, "claims", out / "world/claims.one_hop.dev.jsonl")
     assert train.task_accuracy(loaded, tome, "claims", dev, table)["accuracy"] == max(scores)
 
-def test_a_mention_linked_to_nothing_is_no_cloze():
+def test_a_mention_without_an_entity_makes_no_cloze():
     corpus, text = SimpleNamespace(entity_index={"": 0, "Alma": 1}), "Alma met Bo."
     mentions = [data.Mention(0, 4, "Alma"), data.Mention(9, 11, "")]
     for some, answers in ((mentions, [["Alma"]]), (mentions[1:], [])):
@@ -572,10 +572,10 @@ def test_more_processes_than_passages_are_refused(reference, monkeypatch):
     loaded = train.read_run(reference.whole).open("cpu")
     n = len(train.training_passages(loaded))
     monkeypatch.setattr(train.ann, "rank_and_size", lambda: (0, n + 1))
-    with pytest.raises(data.UserError, match=f"start at most {n}"):
+    with pytest.raises(data.UserError, match=f"only {n} passages to train on"):
         train.training_passages(loaded)
 
-def test_entities_of_unseen_are_in_no_passage_that_is_trained_on(tmp_path):
+def test_no_training_passage_mentions_an_entity_held_out_by_unseen(tmp_path):
     works("batch-tome", tmp_path / "run", "--unseen", 0.2, "--steps", 1)
     loaded = train.read_run(tmp_path / "run").open("cpu")
     corpus = loaded.corpus
@@ -590,7 +590,7 @@ def test_entities_of_unseen_are_in_no_passage_that_is_trained_on(tmp_path):
                for p in range(len(corpus.article)))
 
 @slow
-def test_while_memories_are_given_only_reading_is_learned(reference, tmp_path):
+def test_while_all_mentions_are_given_memories_the_layers_below_are_frozen(reference, tmp_path):
     out, old = tmp_path / "given", reference.whole
     works("tome", out, "--from", old, "--teacher-forcing-steps", 1)
     after, began = weights(out / "tome-1.pt"), weights(old / "batch-tome.pt")
@@ -604,7 +604,7 @@ def test_while_memories_are_given_only_reading_is_learned(reference, tmp_path):
         False, False, True, True]
 
 @slow
-def test_a_mention_that_was_given_memories_is_not_asked_for_its_entity(
+def test_eq_10_is_not_trained_on_mentions_that_were_given_memories(
         reference, tmp_path, monkeypatch):
     asked, n, plain, loss = [], [], train.retrieve_answer, train.entity_prediction_loss
 
@@ -646,10 +646,10 @@ def test_a_start_that_contains_no_tome_of_these_dimensions_is_refused(done, tmp_
         refused(run("tome", done, "--start", start), f"--start {start}", "no TOME")
     assert not (done / "tome-1.pt").exists()
     refused(run("tome", tmp_path / "wide", "--hidden", 192, "--start", tome), "no TOME", "192")
-    assert not (tmp_path / "wide").exists()             # found before anything was trained
+    assert not (tmp_path / "wide").exists()             # refused before anything was trained
 
 @slow
-def test_a_stage_starts_from_other_weights_where_told(done, tmp_path):
+def test_start_begins_a_stage_from_other_weights(done, tmp_path):
     def far(a, b):
         return max((a[name] - b[name]).abs().max().item() for name in a)
     other, old = (done / "tome-1.pt").rename(tmp_path / "other.pt"), tmp_path / "scratch"
@@ -662,7 +662,7 @@ def test_a_stage_starts_from_other_weights_where_told(done, tmp_path):
     word = "embeddings.word.weight"
     began, seed_1 = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]}
                      for seed in (loaded.seed, loaded.seed + 1))
-    # The weights that the memory's encoder began with would be no stranger's (app. B.6).
+    # The initial weights of the memory's encoder would not be independent of it (app. B.6).
     assert far(seed_1, scratch) < 0.02 < 0.1 < far(began, scratch)
 
 # ---- Mistakes: one sentence, a non-zero exit, nothing half-written -------------------------------
@@ -691,7 +691,7 @@ def test_a_mistake_is_found_before_anything_is_written(tmp_path, monkeypatch, ar
     ("--stage memory --n-search 5", "--n-search goes with"),
     ("--stage tome --replace", "--replace goes"), ("--stage tome --hidden wide", "invalid int"),
     ("--stage tome --memory some", "invalid choice"), ("--stage tome --set clip=2", "--set")])
-def test_a_command_line_that_cannot_be_meant_is_refused(
+def test_a_command_line_that_makes_no_sense_is_refused(
         arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
@@ -699,8 +699,8 @@ def test_a_command_line_that_cannot_be_meant_is_refused(
     assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 @pytest.mark.parametrize("name", train.FLAGS)
-def test_a_setting_out_of_range_is_one_sentence(name, capsys, tmp_path, monkeypatch):
-    """Below and above its range, not a number, or not one of its words."""
+def test_a_setting_out_of_range_gives_one_sentence(name, capsys, tmp_path, monkeypatch):
+    """Values below and above the range, not a number, or not one of the choices."""
     setting, flag, out = train.FLAGS[name], f"--{name.replace('_', '-')}", tmp_path / "run"
     values = ["x"]
     if not isinstance(setting.default, str):
@@ -716,7 +716,7 @@ def test_a_setting_out_of_range_is_one_sentence(name, capsys, tmp_path, monkeypa
     assert not out.exists()
 
 @slow
-def test_a_setting_at_the_lower_end_of_its_range_trains_or_is_one_sentence(tmp_path):
+def test_a_setting_at_the_lower_end_of_its_range_trains_or_gives_one_sentence(tmp_path):
     names = [name for name, f in train.FLAGS.items() if not isinstance(f.default, str)]
     for name in np.random.default_rng(0).permutation(names)[:8]:
         value, out = train.FLAGS[name].metadata["allowed"][0], tmp_path / name
@@ -730,7 +730,7 @@ def test_a_setting_at_the_lower_end_of_its_range_trains_or_is_one_sentence(tmp_p
     ('{"title": "A", "text"', "bad.jsonl:1"),
     ('{"title": "A", "text": "Ann Lee", "mentions": [{"start": 0, "end": 7, "entity": "Ann"}], '
      '"split": "held_out"}', "held out")])
-def test_a_bad_corpus_is_one_sentence(tmp_path, lines, words):
+def test_a_bad_corpus_gives_one_sentence(tmp_path, lines, words):
     (tmp_path / "bad.jsonl").write_text(lines)
     refused(run("tome", tmp_path / "run", "--corpus", tmp_path / "bad.jsonl"), words)
     assert not list((tmp_path / "run").glob("*.pt"))
@@ -750,7 +750,7 @@ def test_examples_are_read_before_anything_is_trained(tmp_path):
     refused(run("finetune --task claims", tmp_path / "run", "--examples", path), "same label")
     assert not (tmp_path / "run").exists()
 
-def test_a_corpus_of_ones_own_needs_examples(tmp_path, corpus_file):
+def test_fine_tuning_on_a_users_corpus_needs_examples(tmp_path, corpus_file):
     refused(run("finetune --task qa", tmp_path / "run", "--corpus", corpus_file), "--examples FILE")
     assert not (tmp_path / "run").exists()
 
@@ -765,11 +765,11 @@ def test_a_stage_continues_only_with_its_examples(before, reference, tmp_path):
     refused(run("finetune --task qa", out, "--examples", tmp_path / "moved.train.jsonl"),
             "--examples", "qa-1.pt was made with")
 
-def test_a_batch_of_far_more_than_everything_is_refused(before):
+def test_a_batch_far_larger_than_the_training_data_is_refused(before):
     out = before("tome")
     refused(run("tome", out, "--batch", 100_000), "--batch 100000", "to train on")
 
-def test_a_damaged_toy_world_is_refused_and_stays_as_it_is(before):
+def test_a_damaged_toy_world_is_refused_and_left_unchanged(before):
     out = before("qa")
     for name in ("train", "dev"):
         file = out / f"world/qa.one_hop.{name}.jsonl"
@@ -799,14 +799,14 @@ def test_opening_a_run_writes_nothing_and_builds_nothing(done):
         assert not folder.exists()
         (done / "away").rename(folder)
 
-def test_a_run_that_is_not_there_is_one_sentence_with_a_command_that_works(tmp_path):
+def test_a_missing_run_gives_one_sentence_with_a_command_that_works(tmp_path):
     with pytest.raises(data.UserError, match="python train.py --stage tome --out") as error:
         train.open_run(tmp_path / "no")
     advice = str(error.value).split("python train.py ")[1].split()
     assert train.parse_arguments(advice).out == str(tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
-def test_a_torn_line_of_the_log_does_not_swallow_the_next_one(tmp_path):
+def test_a_truncated_line_of_the_log_does_not_spoil_the_next_one(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"stage": "tome", "step": 4}\n{"stage": "to')
     for step in (5, 6):
         train.log(tmp_path, {"stage": "tome", "step": step})
@@ -815,14 +815,14 @@ def test_a_torn_line_of_the_log_does_not_swallow_the_next_one(tmp_path):
     assert [json.loads(lines[i])["step"] for i in (0, 2, 3)] == [4, 5, 6]
 
 @slow
-def test_where_nothing_is_held_out_the_run_prints_no_figures(tmp_path, corpus_file):
+def test_without_held_out_text_the_run_prints_no_figures(tmp_path, corpus_file):
     lines = [json.loads(line) | {"split": "train"} for line in corpus_file.read_text().splitlines()]
     data.write_lines(corpus_file, lines)
     said = works("tome", tmp_path / "run", "--corpus", corpus_file, "--eval-mentions", 20)
     assert "accuracy" not in said and "after the fit" not in said
 
 def test_a_command_ends_with_the_report_of_eval_py(before, monkeypatch):
-    """In a process of its own, with the flags that the stage had."""
+    """eval.py runs in a process of its own, with the flags of the stage."""
     out, lines = before("tome"), []
 
     def in_this_process(line):
@@ -837,13 +837,13 @@ def test_a_command_ends_with_the_report_of_eval_py(before, monkeypatch):
 # ---- The claims of the paper ---------------------------------------------------------------------
 
 @slow
-def test_a_trained_run_knows_new_text_as_soon_as_it_is_in_the_memory(tmp_path, monkeypatch):
-    """On the run that the README's first command leaves: questions about a world that comes after
-    training are answered as soon as its text is in the memory, and hardly before."""
-    monkeypatch.undo()                      # the toy world in its full size
+def test_a_trained_run_answers_from_new_text_as_soon_as_it_is_in_the_memory(tmp_path, monkeypatch):
+    """Starts from the run of the README's first command. Questions about a world that was made
+    after training are answered once its text is in the memory, and hardly before."""
+    monkeypatch.undo()                      # the full toy world
     made, out = ROOT / "runs/toy", tmp_path / "run"
     if not (made / "tome-1.pt").exists():
-        pytest.skip("runs/toy is not there: README's first command makes it")
+        pytest.skip("runs/toy is missing: the README's first command makes it")
     lines, examples = data.toy_world(1)
     known = {line["title"] for line in data.toy_world(0)[0]}
     questions = [q for q in examples["qa.one_hop.test"] if q["subject"] not in known
