@@ -138,9 +138,8 @@ class Batch:
         """Rows rank, rank + size, … with their mentions: the part of process `rank` of `size`."""
         ours = self.row % size == rank                              # (M,)
         part = {name: getattr(self, name)[ours] for name in MENTIONS}
-        part["row"] = part["row"] // size
         part |= {name: getattr(self, name)[rank::size] for name in ROWS}
-        return Batch(**part)
+        return Batch(**part | {"row": part["row"] // size})
 
 def collate(passages, special) -> Batch:
     """Passages as the rows of a Batch. No token is masked and no mention is linked yet."""
@@ -380,9 +379,9 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject, of one to three sentences. Four of them state a fact (all five, if it is
-#     the only one), each in different words. If one of these is held out and one only describes the
-#     fact (see below), two training passages still state it.
+# Five passages per subject, of one to three sentences. Four of them state a fact (all five, if it
+#     is the only one), each in different words. If one of these is held out and one only describes
+#     the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
 # Described facts. For half of the training facts, one of the four passages says "Silent Garden's
@@ -530,8 +529,7 @@ def toy_examples(rng, asked, limit) -> dict:
         fact, obj = asked[i], asked[i]["object"]
         relation = RELATIONS[fact["relations"][-1]]
         for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
-            said = example_sentence(fact, phrase)
-            qa.append(toy_line("question", [said], answers=[obj], **fact))
+            qa.append(toy_line("question", [example_sentence(fact, phrase)], answers=[obj], **fact))
         wrong = [other for other in objects[fact["relations"][-1]] if other not in fact.values()]
         if not wrong:
             continue
@@ -731,9 +729,7 @@ def read_records(path, make, errors=None):
         except (ValueError, RecursionError) as error:
             reason = error
             if type(error) is not ValueError:           # json and encode raise subclasses of it
-                is_text = not isinstance(error, UnicodeEncodeError)
-                what = "not JSON" if is_text else "not UTF-8, or half of a surrogate pair"
-                reason = f"{what} ({error}); write one object per line in UTF-8, plain or gzipped"
+                reason = f"not JSON in UTF-8 ({error}); write one object per line, plain or gzipped"
             if errors is None:
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
@@ -1381,7 +1377,7 @@ def read_article(page) -> tuple:
     wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
     wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
-        section = re.sub("(?m)^=.*", "", section)           # a heading that was left open
+        section = re.sub("(?m)^=.*", "", section)           # a heading with text after it
         if len(section) > MAX_SECTION or is_open(section):
             n_left_out += 1
             continue

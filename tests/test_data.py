@@ -14,7 +14,6 @@ import subprocess
 import sys
 import zlib
 import time
-import tracemalloc
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +77,7 @@ def toy():
 GOOD = line("Rome is old", (0, 4, "Rome"))
 BAD_LINES = {
     "{": "not JSON", '{"title": "a"} {}': "not JSON", "7": "not a JSON object", "null": "not a JSON",
-    "[1]": "not a JSON object; write one a line", "<html>": "write one object a line",
+    "[1]": "not a JSON object; give one per line", "<html>": "write one object per line",
     '{"a":' * 100_000: "not JSON", "[" * 100_000: "not JSON",
     '{"text": "a", "mentions": []}': "title: must be a string, but is missing (the record has text, mentions)",
     '{"title": 3, "text": "a", "mentions": []}': "title: must be a string, not 3",
@@ -123,28 +122,16 @@ def test_unreadable_files_are_one_sentence_that_names_the_cure(tmp_path):
             "latin.jsonl": good + b"\xe9\n", "half.jsonl": good + b'{"title": "\xed\xa0\x80"}\n',
             "cut.jsonl.gz": gzip.compress(good * 99)[:-12], "cut.jsonl": gzip.compress(good * 99)[:-12],
             "c.zip": b"PK\3\4" + good, "c.jsonl": lzma.compress(good), "c.bz2": bz2.compress(good),
-            "c.7z": b"7z\xbc\xaf\x27\x1c", "long.jsonl": good + b" " * (data.MAX_LINE + 9)}.items():
+            "c.7z": b"7z\xbc\xaf\x27\x1c"}.items():
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
     for name, what in {
-            "latin.jsonl": ":2: not JSON.*in UTF-8", "half.jsonl": ":2: not UTF-8.*surrogates",
+            "latin.jsonl": ":2: not JSON in UTF-8", "half.jsonl": ":2: not JSON in UTF-8.*surrogates",
             "cut.jsonl.gz": "cannot be read to its end", "cut.jsonl": "cannot be read to its end",
-            **dict.fromkeys(("c.zip", "c.jsonl", "c.bz2", "c.7z"), ":1: not JSON.* one object a line in UTF-8, plain or gzipped"),
-            "long.jsonl": ":2: .*put one text on a line", ".": "give a file, not a folder or a pipe", "pipe": "not a folder or a pipe"}.items():
+            **dict.fromkeys(("c.zip", "c.jsonl", "c.bz2", "c.7z"), ":1: not JSON in UTF-8.* one object per line, plain or gzipped"),
+            ".": "give a file, not a folder or a pipe", "pipe": "not a folder or a pipe"}.items():
         with pytest.raises(UserError, match=what):
             list(data.read_corpus(tmp_path / name))
-
-
-def test_a_line_without_end_is_refused_before_it_is_read(tmp_path):
-    with open(tmp_path / "c.jsonl", "wb") as file:          # 1.5 GB, but for the disk it is empty
-        file.truncate(1_500_000_000)
-    tracemalloc.start()
-    with pytest.raises(UserError, match="c.jsonl:1: over"):
-        list(data.read_corpus(tmp_path / "c.jsonl"))
-    assert tracemalloc.get_traced_memory()[1] < 100e6
-    tracemalloc.stop()
-    with pytest.raises(FileNotFoundError):
-        list(data.read_corpus(tmp_path / "none.jsonl"))
 
 
 def test_a_byte_order_mark_is_skipped_and_gzip_is_known_by_its_content(tmp_path):
@@ -210,22 +197,22 @@ def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypat
     with monkeypatch.context() as patch:                        # Ctrl-C
         patch.setattr(data.Corpus, "build", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         done = run("check", tmp_path / "good.jsonl")
-    assert done.returncode == 130 and done.stderr == "data.py: stopped; no file is half-written\n"
+    assert done.returncode == 130 and done.stderr == "data.py: stopped; no file was left half-written\n"
 
 
 def test_check_shows_mentions_in_context_as_written_and_warns_of_nothing_to_evaluate(tmp_path, run, monkeypatch):
     records = [line(f"In {i} ROME was o\x1bld", (5, 9, "Rome"), title=f"T{i}", split="train")
                for i in range(8)]
     done = run("check", write(tmp_path / "a.jsonl", records))
-    assert "Nothing can be evaluated" in done.stdout and done.stdout.count("-> Rome") == 8
+    assert "nothing to evaluate" in done.stdout and done.stdout.count("-> Rome") == 8
     assert "T3: In 3 [ROME] was o\\x1bld -> Rome" in done.stdout
     held_out = [{**record, "split": "held_out"} for record in records[:2]]
     done = run("check", write(tmp_path / "b.jsonl", held_out + records[2:]))
-    assert "Nothing can" not in done.stdout
+    assert "There is nothing" not in done.stdout
     assert re.search("passages held out +2\n", done.stdout)
     assert re.search("mentions to evaluate on +2\n", done.stdout)
     done = run("check", write(tmp_path / "c.jsonl", [{**record, "split": "held_out"} for record in records]))
-    assert "Nothing can be trained on" in done.stdout
+    assert "nothing to train on" in done.stdout
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))     # not UTF-8
     assert run("check", write(tmp_path / "c.jsonl", [line("Zürich", (0, 6, "Zürich"))])).returncode == 0
 
@@ -252,7 +239,7 @@ def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(
             build(tmp_path, records, name=name)
     (tmp_path / "full").mkdir()
     write(tmp_path / "full" / "letter.txt", ["dear"])
-    with pytest.raises(UserError, match="full: exists"):
+    with pytest.raises(UserError, match="full already exists"):
         build(tmp_path, [GOOD], name="full")
     assert (tmp_path / "full" / "letter.txt").read_text() == "dear\n"
     with pytest.raises(UserError, match="bad.jsonl:2"):
@@ -263,7 +250,7 @@ def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(
     with open(tmp_path / "again" / "tokens.bin", "ab") as file:
         file.write(b"1234")
     for folder in ("again", "nowhere"):
-        with pytest.raises(UserError, match="missing or damaged: not a whole tokenised corpus"):
+        with pytest.raises(UserError, match="missing or damaged: not a complete tokenised corpus"):
             data.Corpus(tmp_path / folder)
 
 
