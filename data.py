@@ -330,8 +330,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions,
     with the first max_mentions mentions of its list (app. B.1).
 
-    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], whose index is -1.
-    """
+    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], of index -1."""
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
@@ -655,8 +654,7 @@ import sys
 import tempfile
 import unicodedata
 import zlib
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import TextIOWrapper
 from itertools import islice
@@ -716,10 +714,8 @@ def open_text(path, errors="strict") -> Iterator[str]:
             yield from lines
 
 def read_records(path, make, errors=None):
-    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError.
-
-    A bad line raises UserError "FILE:LINE: reason". With a list `errors`, that message is appended
-    to it instead, and the other lines are read."""
+    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError. A bad line
+    raises UserError "FILE:LINE: reason" or, given a list `errors`, appends this message to it."""
     for n, line in enumerate(open_text(path, "surrogateescape"), 1):
         try:
             if line.strip():
@@ -740,8 +736,7 @@ def fields(where, record, **allowed) -> list:
     """The values of these fields of a JSON record; None for one that is missing.
 
     allowed: for each field the types and values that it may have, with None if it may be missing.
-    where: "mentions[0].", say, if the record is inside another. Raises ValueError "field: reason".
-    """
+    where: a prefix of the fields, "mentions[0].". Raises ValueError "field: reason"."""
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; give one per line")
     for name, kinds in allowed.items():
@@ -888,13 +883,12 @@ def write_file(path, write):
         Path(temporary).unlink(missing_ok=True)
 
 def sync(path):
-    """Makes the contents of a file survive a power cut."""
+    """Makes the contents of a file durable: they survive a power cut."""
     with open(path, "r+b") as file:             # Windows syncs only what can be written
         os.fsync(file.fileno())
 
 def sync_folder(path):
-    """Makes the names in a folder survive a power cut, where the file system can do that: Windows
-    and some network drives cannot."""
+    """Makes the names in a folder durable. Windows and some network drives cannot do that."""
     if os.name == "nt":
         return
     folder = os.open(path, os.O_RDONLY)
@@ -969,8 +963,7 @@ def printable(text) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 def print_any_text():
-    """Makes print escape the characters that a terminal cannot show. A notebook's streams have no
-    such setting."""
+    """Makes print escape what a terminal cannot show. A notebook's streams have no such setting."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -1274,8 +1267,7 @@ def read_dump(path, say_language=False):
     revisions, the newest is read (by timestamp or, without timestamps, the last).
 
     kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
-    namespace". Only an XML declaration may precede <mediawiki>: a <!DOCTYPE> would define entities.
-    """
+    namespace". A dump with a <!DOCTYPE>, which could define entities, is refused."""
     with open_bytes(path) as raw, intact(path, "is not a whole MediaWiki dump", "give XML or bz2"):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
         head = file.peek()[:1000]
@@ -1544,13 +1536,13 @@ def published_question(record, name) -> dict:
     if name == "triviaqa":
         question, answer = fields("", record, Question=[str], Answer=[dict, None])
         found = [fields("Answer.", answer, Value=[str], Aliases=[list])] if answer else []
+    elif name == "entityquestions":
+        question, answers = fields("", record, question=[str], answers=[list, None])
+        found = [("", answers or [])]
     else:
         question, answers = fields("", record, question=[str], answers=[list, None])
-        if name == "entityquestions":
-            found = [(None, answers or [])]
-        else:
-            found = [fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
-                     for i, answer in enumerate(answers or [])]
+        found = [fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
+                 for i, answer in enumerate(answers or [])]
     texts = [text for value, aliases in found for text in (value, *aliases) if text]
     if not texts:
         raise ValueError("no answer; give a file with answers (the official test files have none)")
@@ -1559,7 +1551,7 @@ def published_question(record, name) -> dict:
     return {"question": question.strip(), "answer_text": list(dict.fromkeys(texts))}
 
 def read_published(path, name) -> list:
-    """The examples in a JSON list, in {"Data": list} or in JSON lines."""
+    """The examples in a published file: a JSON list, {"Data": list} or JSON lines."""
     make, examples = published_claim if name in CLAIM_TASKS else published_question, []
     text, n = "".join(open_text(path)), 0
     try:
@@ -1585,8 +1577,8 @@ def answer_key(name):
 def answer_entities(corpus) -> tuple:
     """({answer_key: entity}, the keys that match a title only without its bracket).
 
-    A key refers to an entity with that title, with that title before a bracket, or with a mention
-    of that form, in this order. If several entities qualify, it refers to the most frequent."""
+    A key refers to an entity with that title, with that title before a bracket, or with such a
+    mention, in this order. If several entities qualify, it refers to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter()
@@ -1678,7 +1670,7 @@ def arguments_of(arguments) -> dict:
         if run in (check, wiki, kilt):
             add[run]("path", metavar="FILE")
     add[toy]("--seed", type=at_least(0), default=0)
-    add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="that of train.py")
+    add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="as in train.py")
     add[wiki]("--workers", type=at_least(1), default=1, help="number of processes")
     add[task]("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
     add[task]("paths", nargs="+", metavar="FILE")
@@ -1698,7 +1690,7 @@ def main(arguments=None) -> int:
         options.pop("run")(**options)
         sys.stdout.flush()
         return 0
-    except (UserError, OSError, ImportError, MemoryError, BrokenProcessPool) as error:
+    except (UserError, OSError, ImportError, MemoryError, BrokenExecutor) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
         complain("data.py", "stopped; no file was left half-written")
