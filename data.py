@@ -759,8 +759,7 @@ def mentions_of(spans, text) -> list | None:
             raise ValueError(f"mentions[{i}]: start {start} and end {end} must be "
                              f"0 <= start < end <= {len(text)}, the length of the text")
         if "entity" not in span or entity is not None and not entity.strip():
-            raise ValueError(f"mentions[{i}].entity: missing or empty; write null for a mention "
-                             "that is not linked")
+            raise ValueError(f"mentions[{i}].entity: missing or empty; if not linked, write null")
         mentions.append(Mention(start, end, entity))
     return None if spans is None else mentions
 
@@ -774,7 +773,6 @@ def read_corpus(path, errors=None) -> Iterator[Text]:
 
 def read_examples(path, task) -> list:
     """Examples of task "claims" (text, label) or "qa" (question, answers); mentions are optional.
-
     Raises UserError for a bad line or a file without examples."""
     def make(record):
         spans, = fields("", record, mentions=[list, None])
@@ -815,10 +813,8 @@ def without_bracket(name) -> str:
     return re.sub(r"[\s_]*\([^()]*\)$", "", name)
 
 def name_index(names) -> dict:
-    """First word -> number of words, largest first -> words -> name, for find_mentions.
-
-    Names are indexed without their bracket. If several are then equal, the first one counts, and
-    names that never had a bracket come first."""
+    """First word -> number of words, largest first -> words -> name, for find_mentions. Names are
+    indexed without their bracket. If several are then equal, one that had no bracket counts."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
         words = tuple(split_words(without_bracket(name))[0])
@@ -877,8 +873,7 @@ def write_file(path, write):
     except (OSError, RuntimeError) as error:    # torch.save raises the latter on a full disk
         if getattr(error, "filename", None) not in (None, temporary, folder):
             raise                               # about another file, which `write` reads
-        raise UserError(f"{path} cannot be written ({error}); check the folder and the free "
-                        "space") from error
+        raise UserError(f"{path} cannot be written ({error}); check the folder and disk") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -1171,8 +1166,7 @@ class CorpusWriter:
         with ExitStack() as stack:
             self.files = {name: stack.enter_context(open(Path(self.folder, name + ".bin"), "ab"))
                           for name in Corpus.ARRAYS}
-            for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False,
-                             disable=None):
+            for text in tqdm(read_corpus(path), "texts tokenised", leave=False, disable=None):
                 self.write_text(text)
         if self.counts["linked"] == n_linked:
             raise UserError(f"{path}: no text, or no linked mention; a memory consists of these")
