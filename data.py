@@ -367,8 +367,8 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
             batch.tokens[row, batch.start[m] + 1:batch.end[m]] = special[MASK]
         if (is_cloze or i < 0) and row not in asked:
             asked.add(row)
-            known = [entity_index[a] for a in example.answers if a in entity_index]
-            batch.answer[m] = known[0] if known else 0
+            known = (entity_index[a] for a in example.answers if a in entity_index)
+            batch.answer[m] = next(known, 0)
     return batch
 
 # ---------------------------------------------------------------- the toy world
