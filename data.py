@@ -51,10 +51,10 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     max_length positions (tokens, markers, [CLS] and [SEP]).
 
     Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
-    every token that it touches. Mentions in a passage never share a token: masking one would hide
-    part of the other. Linked mentions are placed before unlinked ones, earlier starts before later
-    ones and, at the same start, longer ones before shorter ones (so an outer mention before one
-    inside it). A mention that meets an earlier placed one is dropped.
+    every token that it touches. Mentions in a passage never share a token, since masking one would
+    hide part of the other. Linked mentions are placed before unlinked ones, then by start, and at
+    the same start longer ones first, so an outer mention comes before an inner one. A mention that
+    overlaps one already placed is dropped.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
@@ -64,9 +64,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
     stop = np.searchsorted(token_start, char_end)               # the token after its last
     unlinked = [m.entity is None for m in mentions]
     ids, taken = encoding.ids, np.zeros(len(encoding.ids), bool)
-    # pieces[a]: what begins at token a and is never cut: (ids, [its mention] or [], its end).
+    # pieces[a] begins at token a and is never cut: (ids, [its mention] or [], its end).
     pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
-    for i in np.lexsort((-stop, first, unlinked)).tolist():
+    for i in np.lexsort((-stop, first, unlinked)).tolist():     # the last key counts most
         a, b = int(first[i]), int(stop[i])
         if a >= b:
             dropped["without a token"] += 1
@@ -75,7 +75,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
         elif taken[a:b].any():
             dropped["shares a token with another mention"] += 1
         else:
-            pieces[a] = [special[E_START], *ids[a:b], special[E_END]], [i], b
+            pieces[a] = ([special[E_START], *ids[a:b], special[E_END]], [i], b)
             taken[a:b] = True
 
     passages, a = [], 0                                         # a passage holds ids[a:b]
@@ -94,7 +94,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches
 
-# `corpus`, here and in the other files, is a Corpus: P tokenised passages with M mentions.
+# `corpus`, in all files, is a Corpus (class Corpus, below): P tokenised passages, M mentions.
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -106,7 +106,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
 #   entity_count (E,)           number of linked mentions of each entity in training passages
 #   tokenizer, special, vocab_size      the tokenizer; the ids of its special tokens; its size
-#   maskable (vocab_size,), words   which tokens may be masked; ids of the words that replace some
+#   maskable (vocab_size,), words   which tokens may be masked; ids of random replacements
 #   meta                        counts, what was dropped, what it was made from
 #
 # The fields of a Batch with one entry per row, and the fields with one entry per mention:
@@ -117,9 +117,9 @@ MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 class Batch:
     """B rows of T tokens, L of them to predict, and the M mentions of all rows."""
     tokens: torch.Tensor            # (B, T) what the model reads: masked in training
-    unmasked: torch.Tensor          # (B, T) before masking: what the Mention Encoder reads
+    unmasked: torch.Tensor          # (B, T) the same before masking
     attention_mask: torch.Tensor    # (B, T) bool, True = token, False = padding
-    is_target: torch.Tensor         # (B, T) bool, True = to predict: one of L
+    is_target: torch.Tensor         # (B, T) bool, True = one of the L tokens to predict
     label: torch.Tensor             # (B,) claims: index into CLAIM_LABELS, -1 = none
     row: torch.Tensor               # (M,) the mention's row …
     start: torch.Tensor             # (M,) … and the columns of its markers
@@ -132,16 +132,14 @@ class Batch:
                                     # is a known entity, 0 = none is; -1 = nothing is asked for
 
     def to(self, device) -> "Batch":
-        """The batch on that device."""
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def part(self, rank, size) -> "Batch":
         """Rows rank, rank + size, … with their mentions: the part of process `rank` of `size`."""
         ours = self.row % size == rank                              # (M,)
         part = {name: getattr(self, name)[ours] for name in MENTIONS}
-        part["row"] = part["row"] // size
         part |= {name: getattr(self, name)[rank::size] for name in ROWS}
-        return Batch(**part)
+        return Batch(**part | {"row": part["row"] // size})
 
 def collate(passages, special) -> Batch:
     """Passages as the rows of a Batch. No token is masked and no mention is linked yet."""
@@ -150,9 +148,11 @@ def collate(passages, special) -> Batch:
     row, start = (tokens == special[E_START]).nonzero(as_tuple=True)
     _, end = (tokens == special[E_END]).nonzero(as_tuple=True)
     index = torch.tensor([i for passage in passages for i in passage.index], dtype=torch.int64)
-    nothing, none = torch.zeros_like(tokens, dtype=torch.bool), torch.full_like(row, -1)
-    return Batch(tokens, tokens, tokens != special[PAD], nothing, torch.full((len(tokens),), -1),
-                 row, start, end, torch.zeros_like(row), none, index, none.clone())
+    return Batch(tokens=tokens, unmasked=tokens, attention_mask=tokens != special[PAD],
+                 is_target=torch.zeros_like(tokens, dtype=torch.bool), mention=index,
+                 label=torch.full((len(tokens),), -1), row=row, start=start, end=end,
+                 entity=torch.zeros_like(row), passage=torch.full_like(row, -1),
+                 answer=torch.full_like(row, -1))
 
 def corpus_batch(corpus, passages) -> Batch:
     """Passages of the corpus, given by number, with all of their mentions."""
@@ -181,22 +181,22 @@ def inside_mentions(batch) -> np.ndarray:
     return owner
 
 def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity=False) -> Batch:
-    """The batch with tokens to predict (app. A): a share mention_rate of its mentions, at least
-    one, each as a whole; and a share token_rate of the tokens outside all mentions.
+    """The batch with tokens to predict (app. A): a fraction mention_rate of its mentions (at least
+    one), each masked as a whole, and a fraction token_rate of the tokens outside all mentions.
 
     rng: a numpy Generator. all_of_entity: if a linked mention is masked, all mentions of its entity
     in the same passage are masked too."""
     tokens = batch.unmasked.numpy()                                                 # (B, T)
     opened, closed = (np.cumsum(tokens == corpus.special[marker], 1) for marker in (E_START, E_END))
-    is_outside = opened == closed           # also of mentions that sample_mentions has left out
+    is_outside = opened == closed           # outside all mentions, sampled or not
     is_target = corpus.maskable[tokens] & is_outside & (rng.random(tokens.shape) < token_rate)
     if mention_rate:
-        masked = rng.permutation(len(batch.row))[:max(1, round(mention_rate * len(batch.row)))]
+        chosen = rng.permutation(len(batch.row))[:max(1, round(mention_rate * len(batch.row)))]
         if all_of_entity:
             pair = (batch.row * len(corpus.entity_names) + batch.entity).numpy()    # row and entity
-            also = np.isin(pair, pair[masked]) & (batch.entity.numpy() > 0)
-            masked = np.union1d(masked, np.flatnonzero(also))
-        is_target |= np.isin(inside_mentions(batch), masked)
+            also = np.isin(pair, pair[chosen]) & (batch.entity.numpy() > 0)
+            chosen = np.union1d(chosen, np.flatnonzero(also))
+        is_target |= np.isin(inside_mentions(batch), chosen)
     # Of the tokens to predict, 80% become [MASK], 10% a random word, and 10% stay as they are.
     fate = rng.random(is_target.sum())
     other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
@@ -213,7 +213,7 @@ def eval_batch(corpus, mentions) -> Batch:
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of the held-out mentions that the memory can fill in, and their own passage cannot.
+    """Numbers of the held-out mentions that the memory can fill in but their own passage cannot.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
     the mention's own passage. Mentions of the article's title are left out, because most of its
@@ -233,7 +233,7 @@ def eval_mentions(corpus) -> np.ndarray:
 POOL = 2 ** 15          # maximum number of articles that are compared with each other
 
 def related_clusters(corpus, size, seed, passages) -> list:
-    """Clusters of `size` of these passages from related articles: arrays of passage numbers.
+    """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
     Only the last cluster can be smaller. Clustering takes quadratic time, so more than POOL
     articles are divided into random pools. Each pool is clustered by itself, and the passages of
@@ -260,13 +260,13 @@ def articles_with(keys) -> dict:
     return {key: np.array(articles) for key, articles in found.items()}
 
 def greedy_clusters(corpus, size, seed, passages) -> list:
-    """Clusters of `size` of these passages, by greedy choice of the most related article.
+    """Clusters of `size` passages, made by greedily adding the most related article.
 
     A cluster starts from the article with the most unused passages. Until it is full, the article
     is added whose set of entities has the largest Jaccard similarity to the cluster's. Ties are
-    broken in favour of an article whose title shares a word with a title in the cluster, then at
-    random. Otherwise names in a batch rarely look alike, and the model learns to read only one word
-    of each."""
+    broken in favour of an article whose title shares a word with a title in the cluster (our
+    addition), then at random. Without this rule, names in a batch rarely look alike, and the model
+    learns to read only one word of each."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are renumbered at random, because argmax takes the first of equal values.
     place = np.random.default_rng(seed).permutation(len(numbers))
@@ -316,30 +316,26 @@ class Example(NamedTuple):
     info: dict                  # the whole record with its other fields: subject, bridge, …
 
 def encode_start(tokenizer, text, n_tokens):
-    """The encoding of the start of a text, which has the text's first n_tokens tokens, or all.
-
-    A cut changes only the tokens of the word that it cuts, so these do not count. (A text without
-    n_tokens tokens in its first million characters is not prose; the rest of it is ignored.)"""
-    length = 4 * n_tokens
-    while True:
+    """The encoding of the start of a text that has its first n_tokens tokens, or all of them. At
+    most a million characters are read."""
+    for length in (8 * n_tokens, 1_000_000):
         encoding = tokenizer.encode(text[:length], add_special_tokens=False)
         words = encoding.word_ids
-        n_whole = len(words) - words.count(words[-1]) if words else 0
-        if n_whole >= n_tokens or length >= min(len(text), 1_000_000):
-            return encoding
-        length *= 2
+        # A cut changes only the tokens of the word that it cuts.
+        if length >= len(text) or len(words) - words.count((words or [0])[-1]) >= n_tokens:
+            break
+    return encoding
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions,
     with the first max_mentions mentions of its list (app. B.1).
 
-    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], whose index is -1.
-    """
+    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], of index -1."""
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # Mentions that meet the first passage end within the second, or fit into no passage.
+        # Mentions that overlap the first passage end within the second, or fit into no passage.
         encoding = encode_start(tokenizer, example.text, 3 * max_length)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -371,8 +367,8 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
             batch.tokens[row, batch.start[m] + 1:batch.end[m]] = special[MASK]
         if (is_cloze or i < 0) and row not in asked:
             asked.add(row)
-            known = [entity_index[a] for a in example.answers if a in entity_index]
-            batch.answer[m] = known[0] if known else 0
+            known = (entity_index[a] for a in example.answers if a in entity_index)
+            batch.answer[m] = next(known, 0)
     return batch
 
 # ---------------------------------------------------------------- the toy world
@@ -382,14 +378,14 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject, of one to three sentences. Four of them state a fact, each in different
-#     words, so a fact that is masked in one passage can be found in the others. When one of these
-#     is held out and one only describes the fact (see below), two training passages still state it.
+# Five passages per subject, of one to three sentences. Four of them state a fact (all five, if it
+#     is the only one), each in different words. If one of these is held out and one only describes
+#     the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
 # Described facts. For half of the training facts, one of the four passages says "Silent Garden's
 #     director is well known." instead, where "director" is a mention of Alma Verran. This teaches
-#     whom such a description means. It is the first hop of the question "Where was Silent Garden's
+#     what such a description refers to, the first hop of the question "Where was Silent Garden's
 #     director born?", in which the description is not linked.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
 #     facts with this relation. So an object is about as frequent in false claims as in true ones,
@@ -457,7 +453,7 @@ def toy_facts(rng, names) -> dict:
 def toy_line(key, sentences, **others) -> dict:
     """{key: text, "mentions": its mentions, **others} for these sentences.
 
-    A sentence is a phrase and what S, O and N are in it: {"S": (words, entity), …}."""
+    A sentence is a phrase and what S, O and N stand for: {"S": (words, entity), …}."""
     text, mentions = "", []
     for phrase, named in sentences:
         text += " " if text else ""
@@ -472,10 +468,10 @@ def toy_line(key, sentences, **others) -> dict:
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world: five passages per subject, of one to three sentences.
 
-    A fact is left out of one passage: of three facts the passages state 1, 2, 3, 3 and 3, of two
-    1, 1, 2, 2 and 2. described: the facts that one more passage describes instead of stating them,
-    but not a held-out one. split: "train", although 5% of the passages are held out, or
-    "held_out"."""
+    Each fact, unless it is the only one, is left out of one passage: with three facts the passages
+    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that one more
+    passage, never a held-out one, describes instead of stating. split: "train", of which 5% is then
+    held out, or "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -483,7 +479,7 @@ def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
         relations, n = list(object_of), len(object_of)
         held_out = rng.integers(20)                         # which of the five; 5 or more: none
         order = {r: rng.permutation(5) for r in relations}  # which phrase in which passage
-        place = rng.permutation(5)
+        place = rng.permutation(5)          # facts are left out of passages place[0] and place[1]
         left_out = {r: place[2 * j // n] if n > 1 else None
                     for j, r in enumerate(rng.permutation(relations).tolist())}
         described_in = {r: rng.choice([i for i in range(5) if i not in (left_out[r], held_out)])
@@ -511,7 +507,7 @@ def two_hops(facts, plain) -> list:
     from the first fact to the second, which is in `plain`. The answer is never X itself."""
     return [{"subject": subject, "relations": [first, second], "object": plain[bridge, second],
              "bridge": bridge} for (subject, first), bridge in facts.items()
-            for second in RELATIONS if plain.get((bridge, second), subject) != subject]
+            for second in RELATIONS if plain.get((bridge, second)) not in (None, subject)]
 
 def example_sentence(fact, phrase, claimed=None) -> tuple:
     """A sentence for toy_line about the fact's subject or, in two hops, about "subject's noun"."""
@@ -521,10 +517,10 @@ def example_sentence(fact, phrase, claimed=None) -> tuple:
     return phrase, {"S": (subject, subject), "N": (noun, None), "O": (claimed, claimed)}
 
 def toy_examples(rng, asked, limit) -> dict:
-    """{"qa": lines, "claims": lines} about `limit` of the facts `asked`, chosen at random.
+    """{"qa": lines, "claims": lines}: at most `limit` of each, about facts in random order.
 
-    limit: None = about all of them, with both phrases of a relation, so that the training examples
-    are harder to memorise."""
+    limit: None = about all facts, with both phrases of a relation, so that the training examples
+    are harder to memorise. Claims come in pairs, so they are about half as many facts."""
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])
@@ -532,8 +528,7 @@ def toy_examples(rng, asked, limit) -> dict:
         fact, obj = asked[i], asked[i]["object"]
         relation = RELATIONS[fact["relations"][-1]]
         for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
-            said = example_sentence(fact, phrase)
-            qa.append(toy_line("question", [said], answers=[obj], **fact))
+            qa.append(toy_line("question", [example_sentence(fact, phrase)], answers=[obj], **fact))
         wrong = [other for other in objects[fact["relations"][-1]] if other not in fact.values()]
         if not wrong:
             continue
@@ -644,7 +639,7 @@ NAMES = {
 # unseen name for a known one that shares a word with it.
 COUNTS = {"person": 1400, "city": 385, "country": 105, "company": 385, "film": 600}
 
-# ---------------------------------------------------------------- files
+# ---------------------------------------------------------------- files: imports, errors
 
 import argparse
 import bz2
@@ -659,8 +654,7 @@ import sys
 import tempfile
 import unicodedata
 import zlib
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from io import TextIOWrapper
 from itertools import islice
@@ -683,28 +677,26 @@ class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
 
 def is_out_of_memory(error) -> bool:
-    """PyTorch's errors of a full memory have no class of their own, but on a GPU."""
+    """Whether memory ran out. PyTorch has an error class of its own for that only on a GPU."""
     return isinstance(error, MemoryError) or bool(re.search("allocate|out of memory", str(error)))
 
 @contextmanager
 def intact(path, what="is damaged", remedy="remove it to train this stage again"):
-    """Whatever goes wrong with a file is one sentence: what is wrong with it, and what to do."""
+    """Turns any error about a file into a UserError that says what is wrong and what to do."""
     try:
         yield
     except (UserError, PermissionError):
         raise
     except Exception as error:              # a stranger's file can be wrong in any way
         if is_out_of_memory(error):
-            raise UserError(f"{path} does not fit in memory (more processes divide a mention "
-                            "memory among them)") from error
-        if isinstance(error, UnpicklingError):      # PyTorch's wraps the reason in general advice
+            raise UserError(f"{path} does not fit in memory (a mention memory can be divided among "
+                            "several processes)") from error
+        if isinstance(error, UnpicklingError):      # PyTorch wraps the reason in general advice
             error = error.__context__ or error
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} {what} ({reason:.180}); {remedy}") from error
 
 # ---------------------------------------------------------------- JSON lines
-
-MAX_LINE = 1 << 24          # characters; no text of a corpus is as long
 
 def open_bytes(path):
     """A file open for reading. Raises UserError for a folder or a pipe."""
@@ -712,25 +704,19 @@ def open_bytes(path):
         raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
     return open(path, "rb")
 
-def open_text(path, max_line=-1, errors="strict") -> Iterator[str]:
+def open_text(path, errors="strict") -> Iterator[str]:
     """The lines of a UTF-8 file, plain or gzipped whatever its name, without a byte-order mark.
-
-    A line longer than max_line characters comes in several pieces. Raises UserError if the file is
-    truncated or, unless errors="surrogateescape", not UTF-8."""
+    Raises UserError if it is truncated or, unless errors="surrogateescape", not UTF-8."""
     with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         lines = TextIOWrapper(file, "utf-8-sig", errors, newline="\n")
-        with intact(path, "cannot be read to its end", "give a whole file, in UTF-8"):
-            yield from iter(lambda: lines.readline(max_line), "")
+        with intact(path, "cannot be read to its end", "give a complete file, in UTF-8"):
+            yield from lines
 
 def read_records(path, make, errors=None):
-    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError.
-
-    A bad line raises UserError "FILE:LINE: reason". With a list `errors`, that message is appended
-    to it instead, and the other lines are read."""
-    for n, line in enumerate(open_text(path, MAX_LINE, "surrogateescape"), 1):
-        if len(line) == MAX_LINE:
-            raise UserError(f"{path}:{n}: over {MAX_LINE:,} characters; put one text on a line")
+    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError. A bad line
+    raises UserError "FILE:LINE: reason" or, given a list `errors`, appends this message to it."""
+    for n, line in enumerate(open_text(path, "surrogateescape"), 1):
         try:
             if line.strip():
                 record = json.loads(line)
@@ -739,9 +725,7 @@ def read_records(path, make, errors=None):
         except (ValueError, RecursionError) as error:
             reason = error
             if type(error) is not ValueError:           # json and encode raise subclasses of it
-                is_text = not isinstance(error, UnicodeEncodeError)
-                what = "not JSON" if is_text else "not UTF-8, or half of a surrogate pair"
-                reason = f"{what} ({error}); write one object a line in UTF-8, plain or gzipped"
+                reason = f"not JSON in UTF-8 ({error}); write one object per line, plain or gzipped"
             if errors is None:
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
@@ -752,13 +736,12 @@ def fields(where, record, **allowed) -> list:
     """The values of these fields of a JSON record; None for one that is missing.
 
     allowed: for each field the types and values that it may have, with None if it may be missing.
-    where: "mentions[0].", say, if the record is inside another. Raises ValueError "field: reason".
-    """
+    where: a prefix of the fields, "mentions[0].". Raises ValueError "field: reason"."""
     if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; write one a line")
+        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; give one per line")
     for name, kinds in allowed.items():
         value = record.get(name)
-        if value not in kinds and type(value) not in kinds:     # not isinstance: true is no number
+        if value not in kinds and type(value) not in kinds:     # isinstance(True, int) is true
             wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
             found = f"not {value!r:.40}"
             if name not in record:
@@ -776,8 +759,7 @@ def mentions_of(spans, text) -> list | None:
             raise ValueError(f"mentions[{i}]: start {start} and end {end} must be "
                              f"0 <= start < end <= {len(text)}, the length of the text")
         if "entity" not in span or entity is not None and not entity.strip():
-            raise ValueError(f"mentions[{i}].entity: missing or empty; write null for a mention "
-                             "that is not linked")
+            raise ValueError(f"mentions[{i}].entity: missing or empty; if not linked, write null")
         mentions.append(Mention(start, end, entity))
     return None if spans is None else mentions
 
@@ -791,30 +773,26 @@ def read_corpus(path, errors=None) -> Iterator[Text]:
 
 def read_examples(path, task) -> list:
     """Examples of task "claims" (text, label) or "qa" (question, answers); mentions are optional.
-
     Raises UserError for a bad line or a file without examples."""
     def make(record):
-        if task == "qa":
-            text, answers, spans = fields("", record, question=[str], answers=[list],
-                                          mentions=[list, None])
-            label = None
-        else:
-            text, label, spans = fields("", record, text=[str], label=[*CLAIM_LABELS, None],
-                                        mentions=[list, None])
-            answers = []
+        spans, = fields("", record, mentions=[list, None])
+        if task == "claims":
+            text, label = fields("", record, text=[str], label=[*CLAIM_LABELS, None])
+            label = None if label is None else CLAIM_LABELS.index(label)
+            return Example(text, mentions_of(spans, text), label, [], record)
+        text, answers = fields("", record, question=[str], answers=[list])
         if not all(isinstance(answer, str) for answer in answers):
             raise ValueError("answers: must be a list of names of entities")
-        label = None if label is None else CLAIM_LABELS.index(label)
-        return Example(text, mentions_of(spans, text), label, [*filter(None, answers)], record)
+        return Example(text, mentions_of(spans, text), None, [*filter(None, answers)], record)
 
     examples = list(read_records(path, make))
     if not examples:
-        raise UserError(f"{path}: no example in it; give a file with one JSON object a line")
+        raise UserError(f"{path}: contains no example; give a file with one JSON object per line")
     return examples
 
 # ---------------------------------------------------------------- mentions of texts without them
 
-# Words, signs, and characters of Chinese and Japanese, which put no spaces between words.
+# A word, a punctuation mark, or one character of Chinese or Japanese, which use no spaces.
 WORDS = pre_tokenizers.Split(
     Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
           r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
@@ -835,10 +813,8 @@ def without_bracket(name) -> str:
     return re.sub(r"[\s_]*\([^()]*\)$", "", name)
 
 def name_index(names) -> dict:
-    """First word -> number of words, largest first -> words -> name, for find_mentions.
-
-    Names are indexed without their bracket. Of names that are then equal the first counts, but one
-    without a bracket before one with."""
+    """First word -> number of words, largest first -> words -> name, for find_mentions. Names are
+    indexed without their bracket. If several are then equal, one that had no bracket counts."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
         words = tuple(split_words(without_bracket(name))[0])
@@ -849,15 +825,13 @@ def name_index(names) -> dict:
 def find_mentions(text, index) -> list:
     """Mentions of a name_index's names in a text, from left to right, each as long as possible."""
     words, spans = split_words(text)
-    mentions, i = [], 0
-    while i < len(words):
-        step = 1
-        for length, named in index.get(words[i], {}).items():
-            if name := named.get(tuple(words[i:i + length])):
-                mentions.append(Mention(spans[i][0], spans[i + length - 1][1], name))
-                step = length
-                break
-        i += step
+    mentions, free = [], 0              # words[free:] are in no mention yet
+    for i, word in enumerate(words):
+        for n, named in index.get(word, {}).items():
+            name = named.get(tuple(words[i:i + n]))
+            if name and i >= free:
+                mentions.append(Mention(spans[i][0], spans[i + n - 1][1], name))
+                free = i + n
     return mentions
 
 def mention_finder(names):
@@ -868,7 +842,7 @@ def mention_finder(names):
     try:
         import spacy
         pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
-    except Exception:               # parts of spaCy that do not fit raise anything
+    except Exception:               # mismatched parts of spaCy can raise any error
         how = "entity names (no spaCy with en_core_web_sm)"
         return how, lambda text: find_mentions(text, index)
 
@@ -882,7 +856,7 @@ def mention_finder(names):
         return mentions
     return "spaCy's noun chunks", noun_chunks
 
-# ---------------------------------------------------------------- files: written whole
+# ---------------------------------------------------------------- files: atomic writes
 
 def write_file(path, write):
     """Calls write(file) on a temporary file and renames it to `path`, so a reader sees the old file
@@ -899,19 +873,17 @@ def write_file(path, write):
     except (OSError, RuntimeError) as error:    # torch.save raises the latter on a full disk
         if getattr(error, "filename", None) not in (None, temporary, folder):
             raise                               # about another file, which `write` reads
-        raise UserError(f"{path} cannot be written ({error}); check the folder and the free "
-                        "space") from error
+        raise UserError(f"{path} cannot be written ({error}); check the folder and disk") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 def sync(path):
-    """Makes the contents of a file survive a power cut."""
+    """Makes the contents of a file durable: they survive a power cut."""
     with open(path, "r+b") as file:             # Windows syncs only what can be written
         os.fsync(file.fileno())
 
 def sync_folder(path):
-    """Makes the names in a folder survive a power cut, where the file system can do that: Windows
-    and some network drives cannot."""
+    """Makes the names in a folder durable. Windows and some network drives cannot do that."""
     if os.name == "nt":
         return
     folder = os.open(path, os.O_RDONLY)
@@ -932,8 +904,8 @@ def link(source, target):
         sync(target)
 
 def commit_folder(part, folder, names, **about):
-    """Renames the folder `part` once its files (`names`) are durable and meta.json contains `about`
-    (plain values) and the checksum of each. So `folder` is whole or not there."""
+    """Syncs the files `names` in `part`, writes `about` (plain values) and their checksums to
+    meta.json, then renames `part`. So `folder` is either complete or absent."""
     part = Path(part)
     for name in names:
         sync(part / name)
@@ -943,13 +915,13 @@ def commit_folder(part, folder, names, **about):
     sync_folder(Path(folder).absolute().parent)
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
-    """meta.json of a folder that commit_folder has named. Every file must be there, and those that
-    are wanted(name) must have their checksums. Raises UserError."""
-    with intact(folder, f"is missing or damaged: not a whole {kind}",
+    """The contents of meta.json in a folder from commit_folder. Every file must exist, and if
+    wanted(name) is true its checksum must match. Raises UserError."""
+    with intact(folder, f"is missing or damaged: not a complete {kind}",
                 "remove it and run the same stage again"):
         meta = read_json(Path(folder, "meta.json"))
         if meta["format"] != FORMAT:
-            raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
+            raise ValueError(f"it has format {meta['format']}, not {FORMAT}")
         for name, crc32 in meta["crc32"].items():
             os.stat(Path(folder, name))
             if wanted(name) and checksum(Path(folder, name)) != crc32:
@@ -957,7 +929,7 @@ def open_folder(folder, kind, wanted=lambda name: True) -> dict:
         return meta
 
 def write_lines(path, records):
-    """JSON lines, by write_file; gzipped where the name ends in .gz, the same bytes each time."""
+    """Writes JSON lines, gzipped if the name ends in .gz. Equal records give equal bytes."""
     def write(file):
         is_gzip = str(path).endswith(".gz")
         with gzip.GzipFile("", "wb", fileobj=file, mtime=0) if is_gzip else nullcontext(file) as to:
@@ -967,15 +939,14 @@ def write_lines(path, records):
     write_file(path, write)
 
 def write_json(path, value):
-    """A dictionary of plain values, by write_file."""
+    """Writes a dictionary of plain values as JSON, with write_file."""
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
 def read_json(path) -> dict:
-    """What write_json wrote."""
+    """Reads what write_json wrote."""
     return json.loads(Path(path).read_bytes())
 
 def checksum(path) -> int:
-    """CRC-32 of a file."""
     crc32 = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -983,12 +954,11 @@ def checksum(path) -> int:
     return crc32
 
 def printable(text) -> str:
-    """Text for a terminal: what would command it (ESC, marks of direction) is shown escaped."""
+    """Text that is safe to print: control characters (ESC, direction marks) are escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 def print_any_text():
-    """Lets characters that a terminal cannot show be printed as escapes. A notebook's output has
-    nothing to set."""
+    """Makes print escape what a terminal cannot show. A notebook's streams have no such setting."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -996,7 +966,7 @@ def print_any_text():
 def complain(program, error) -> int:
     """Prints one sentence on stderr; returns the exit status of a program that failed."""
     if isinstance(error, BrokenPipeError):
-        sys.stdout = open(os.devnull, "w")      # or Python complains once more at its end
+        sys.stdout = open(os.devnull, "w")      # or Python complains again when it exits
         error = "the output was closed before everything was printed"
     elif isinstance(error, OSError):
         where, why = error.filename or "the output or a temporary file", error.strerror or error
@@ -1007,7 +977,7 @@ def complain(program, error) -> int:
 # ---------------------------------------------------------------- tokenizer
 
 def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
-    """A WordPiece tokenizer as BERT's. It never reads "[CLS]" in a text as a token."""
+    """A WordPiece tokenizer like BERT's. It never reads "[CLS]" in a text as the special token."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase,
@@ -1017,11 +987,11 @@ def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
     return tokenizer
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
-    """A WordPiece tokenizer of an iterable of strings. Equal strings give an equal vocabulary.
+    """A WordPiece tokenizer trained on strings. Equal strings give an equal vocabulary.
 
     If there is room for every word, each word is one token, and the only other entries are the
-    characters that spell new words. (The trainer would also keep the steps on its way to a word,
-    embeddings that nothing uses.)"""
+    characters that spell new words. (The trainer would also keep the intermediate pieces of each
+    word, whose embeddings nothing would use.)"""
     bert, count, chars = _wordpiece(SPECIAL), Counter(), Counter()
     split, normalize = bert.pre_tokenizer.pre_tokenize_str, bert.normalizer.normalize_str
     for text in texts:
@@ -1045,7 +1015,7 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
              if pieces.issuperset([word[0], *("##" + char for char in word[1:])])]
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, show_progress=False,
                                         special_tokens=[*SPECIAL, *sorted(pieces)])
-    repeated = (f"{word} " * min(1000, count[word] - n)         # in parts: a common word is long
+    repeated = (f"{word} " * min(1000, count[word] - n)     # at most 1000 times in one string
                 for word in words for n in range(0, count[word], 1000))
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -1064,23 +1034,22 @@ def unknown_words(tokenizer, texts) -> list:
     return list(found)
 
 def load_tokenizer(path) -> Tokenizer:
-    """The tokenizer of a vocab.txt. The words decide how it reads text: as it is if they have
-    capitals, otherwise in lower case, and with accents if they have any. In BERT's vocabulary the
+    """The tokenizer of a vocab.txt. Case is kept if its words have capitals. Otherwise text is
+    lowercased, and its accents are removed unless the words have any. In BERT's vocabulary the
     markers take two [unusedN] entries. Raises UserError."""
     vocab = [line.rstrip("\r\n") for line in open_text(path)]
     number = {word: i for i, word in enumerate(vocab)}
-    # An empty or repeated line keeps its number under a name that no text has. As in BERT's code,
-    # the last of equal lines is used.
+    # An empty or repeated line keeps its number under a name that no text contains. As in
+    # BERT's code, the last of equal lines is used.
     vocab = [word if word and number[word] == i else f"[line {i + 1}]"
              for i, word in enumerate(vocab)]
-    words = "\n".join(word for word in vocab if not word.startswith("["))
+    words = [word for word in vocab if not word.startswith("[")]
 
     def changes_words(**rule):
         """True if the rule changes more than a thousandth of the words. A few capitals are
         accidents: the vocabulary of BERT's Chinese model has ten."""
         rule = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **rule)
-        pairs = zip(words.split("\n"), rule.normalize_str(words).split("\n"))
-        return sum(word != changed for word, changed in pairs) > len(vocab) / 1000
+        return sum(rule.normalize_str(word) != word for word in words) > len(vocab) / 1000
 
     is_cased = changes_words(lowercase=True, strip_accents=False)
     keeps_accents = not is_cased and changes_words(lowercase=False, strip_accents=True)
@@ -1103,15 +1072,15 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
 # ---------------------------------------------------------------- a tokenised corpus
 
 class Corpus:
-    """A tokenised corpus; its fields are listed above Batch. Arrays lie on disk, memory-mapped."""
+    """A tokenised corpus; its fields are listed above Batch. Its arrays are memory-mapped files."""
     ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
               "article": np.int32, "held_out": np.bool_, "replaced": np.bool_, "text": np.uint8,
               "text_at": np.int64}
 
     def __init__(self, folder):
-        """Opens a tokenised corpus, each file's checksum compared. Raises UserError."""
+        """Opens a tokenised corpus and verifies every file's checksum. Raises UserError."""
         self.folder, self.meta = folder, open_folder(folder, "tokenised corpus")
-        for name, dtype in self.ARRAYS.items():         # asarray: without memmap's slow index
+        for name, dtype in self.ARRAYS.items():         # asarray: indexing a memmap is slow
             array = np.asarray(np.memmap(Path(folder, name + ".bin"), dtype, "r"))
             is_pairs = name in ("mention_char", "text_at")
             setattr(self, name, array.reshape(-1, 2) if is_pairs else array)
@@ -1140,7 +1109,7 @@ class Corpus:
         title. about: more for meta.json. Raises UserError for a bad line or no linked mention."""
         part = Path(f"{os.path.normpath(folder)}.part")
         if os.path.lexists(folder):
-            raise UserError(f"{folder}: exists; choose another folder, or remove it")
+            raise UserError(f"{folder} already exists; choose another folder, or remove it")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:
@@ -1155,7 +1124,7 @@ class Corpus:
         return Corpus(folder)
 
     def passage(self, p) -> Passage:
-        """A passage; its index: the numbers of its mentions in the corpus."""
+        """A passage, with the numbers of its mentions in the corpus as its index."""
         tokens = self.tokens[self.passage_start[p]:self.passage_start[p + 1]]
         return Passage(tokens, range(*self.mention_first[p:p + 2]))
 
@@ -1164,7 +1133,7 @@ class Corpus:
         return self.mention_entity[self.mention_first[p]:self.mention_first[p + 1]]
 
     def passage_of(self, mentions):
-        """Passage numbers of corpus mention numbers."""
+        """The passage number of each of these mentions (corpus numbers)."""
         return np.searchsorted(self.mention_first, mentions, "right") - 1
 
     def show_mention(self, m, width=80) -> str:
@@ -1197,11 +1166,10 @@ class CorpusWriter:
         with ExitStack() as stack:
             self.files = {name: stack.enter_context(open(Path(self.folder, name + ".bin"), "ab"))
                           for name in Corpus.ARRAYS}
-            for text in tqdm(read_corpus(path), "tokenising", unit=" texts", leave=False,
-                             disable=None):
+            for text in tqdm(read_corpus(path), "texts tokenised", leave=False, disable=None):
                 self.write_text(text)
         if self.counts["linked"] == n_linked:
-            raise UserError(f"{path}: no text, or no linked mention; a memory is made of these")
+            raise UserError(f"{path}: no text, or no linked mention; a memory consists of these")
         if self.replaced:
             passages = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
             with open(Path(self.folder, "replaced.bin"), "r+b") as file:
@@ -1212,7 +1180,6 @@ class CorpusWriter:
         return {"counts": counts, "dropped": self.dropped}
 
     def write_text(self, text):
-        """Writes the passages of a Text."""
         if self.replace and text.title in self.old.article_index:
             self.replaced.add(self.old.article_index[text.title])
         encoding = self.tokenizer.encode(text.text, add_special_tokens=False)
@@ -1238,8 +1205,8 @@ class CorpusWriter:
                 self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
     def is_held_out(self, text, names) -> bool:
-        """Whether a passage with these entities is held out: as the text says, or one article in
-        twenty; everything appended; passages that name an unseen entity."""
+        """Whether a passage with these entities is held out. It is if its text says so (without a
+        split, one article in twenty), if it is appended, or if one of the entities is unseen."""
         is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
         split = text.split or ("held_out" if is_twentieth else "train")
         is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)
@@ -1252,18 +1219,18 @@ class CorpusWriter:
 # text can be tidied around them. Then links become mentions. A line with markup that an editor left
 # open is dropped. Only English Wikipedia's sections, templates and namespaces are known.
 #
-# Markup left open takes the parser quadratic time, so a section with more of it is left out.
+# Markup left open takes the parser quadratic time, so sections beyond these limits are left out.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
 OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|"
                            r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
 CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
-HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # with their contents
+HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # emptied
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
                        r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")     # links that show nothing
 # Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
 NO_ARTICLE = re.compile(r"(?!Re:)[A-Za-z -]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
-# A section without prose ends at the next heading that is no deeper.
+# A section without prose ends at the next heading of the same or a higher level.
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
                       r"sources|works cited|bibliography|further reading|external links|see also|"
                       r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
@@ -1276,7 +1243,7 @@ PRINTED |= {"lang": "{1}", "transl": "{last}", "transliteration": "{last}", "as 
             "£": "£{0}", "eur": "€{0}", "€": "€{0}", "inr": "₹{0}", "ndash": "–", "snd": " – "}
 NUMBER = r"[−+-]?[\d.,/ ]*\d"
 QUANTITY = re.compile(rf"{NUMBER}(\|[^\d|]*\|{NUMBER})*\|[^|]+(\|{NUMBER}\|[^|\d][^|]*)*")
-# A sentence lacks something where a template that is not known follows one of these words.
+# A sentence has a gap if an unknown template follows one of these words.
 GAP = re.compile(r"(?i)\b(a|an|the|of|in|on|at|by|to|from|for|with|than|about|is|are|was|were|as|"
                  "and|or|between|over|under|around|approximately|nearly|almost|only)[ \xa0]\x04")
 SENTENCE_END = re.compile("(?<=[.!?])(?<![A-Z][.]) +(?=[\x04\"'(]*[A-Z\x01])")
@@ -1290,17 +1257,16 @@ TIDY = (("(?<!')''(?!')([^'\n]*[\\w\x03])'''(?=s\\b)", "\\1'"),          # ''Ili
         (r"^.*(?:[|{}]|\[\[|\]\]|</?[a-zA-Z!]|__|\x01[^\x03]*\x01).*$|^(?:[!=]|--).*$", ""))
 
 def read_dump(path, say_language=False):
-    """Yields (title, kind, text) for each page of an XML dump, plain or bz2. Of a page with several
-    revisions the newest is read: by its timestamp or, without timestamps, the last.
+    """Yields (title, kind, text) for each page of an XML dump, plain or bz2. If a page has several
+    revisions, the newest is read (by timestamp or, without timestamps, the last).
 
     kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
-    namespace". Only an XML declaration may precede <mediawiki>: a <!DOCTYPE> would define entities.
-    """
-    with open_bytes(path) as raw, intact(path, "is no whole MediaWiki dump", "give XML or bz2"):
+    namespace". A dump with a <!DOCTYPE>, which could define entities, is refused."""
+    with open_bytes(path) as raw, intact(path, "is not a whole MediaWiki dump", "give XML or bz2"):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
         head = file.peek()[:1000]
         if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
-            raise ValueError("it does not begin as one")
+            raise ValueError("it does not begin like one")
         if say_language and re.search(rb'xml:lang="(?!en")', head):
             print(f"{path}: only English sections and templates are known", file=sys.stderr)
         parsed = ElementTree.iterparse(file, ["start", "end"])
@@ -1319,7 +1285,7 @@ def read_dump(path, say_language=False):
                 root.clear()                                # or the whole dump stays in memory
 
 def page_kind(page, text) -> tuple:
-    """(title, kind, text) of a <page> whose newest text this is."""
+    """(title, kind, text) of a <page>. text: that of its newest revision."""
     title, redirect = canonical(page.findtext("{*}title", "")), page.find("{*}redirect")
     if page.find("{*}ns") is None:
         raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
@@ -1338,8 +1304,8 @@ def canonical(title):
     return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
 
 def is_open(section) -> bool:
-    """Whether a section leaves more markup open than the parser has time for. Markup inside "[[…]]"
-    is left open if it is not closed inside."""
+    """Whether a section leaves more markup open than the parser has time for. Markup that is opened
+    inside "[[…]]" counts as left open unless it is closed before the "]]"."""
     open_marks, n_open = [], 0
     for mark in OPEN_OR_CLOSE.findall(section.lower()):
         opening = CLOSED_BY.get(mark) or mark.replace("</", "<")
@@ -1362,12 +1328,12 @@ def template_text(template) -> str:
         return quantity[0].replace("|e6", "| million ").replace("|", " ") if quantity else "\x04"
     try:
         return PRINTED[name].format(*values, last=values[-1] if values else "")
-    except LookupError:                     # of another name, or without these arguments
+    except LookupError:                     # an unknown template, or too few arguments
         return "\x04"
 
 def prose(section) -> str:
-    """The text of a section, with marks for its links, and without the sentences that lack what a
-    template prints."""
+    """The text of a section, with its links marked, and without sentences that an unknown template
+    leaves incomplete."""
     import mwparserfromhell
     code = mwparserfromhell.parse(section, skip_style_tags=True)
     for tag in code.ifilter_tags(matches=lambda tag: tag.tag.lower() in HIDDEN):
@@ -1390,14 +1356,14 @@ def prose(section) -> str:
     return text
 
 def read_article(page) -> tuple:
-    """(title, [(text, links)] of its paragraphs, number of sections left out) of read_dump's page.
+    """(title, [(text, links)] per paragraph, number of sections left out) for a page of read_dump.
     A link is a Mention whose entity is still as the editor wrote it."""
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
     wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
     wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
-        section = re.sub("(?m)^=.*", "", section)           # a heading that was left open
+        section = re.sub("(?m)^=.*", "", section)           # a heading with text after it
         if len(section) > MAX_SECTION or is_open(section):
             n_left_out += 1
             continue
@@ -1414,7 +1380,7 @@ def read_article(page) -> tuple:
 
 def wiki(path, out, workers=1) -> Counter:
     """turn a Wikipedia dump (pages-articles) into a corpus"""
-    import mwparserfromhell  # noqa: F401     (optional: its absence is said before any work)
+    import mwparserfromhell  # noqa: F401     (optional: fails here, before any work is done)
     counts, redirects = Counter(), {}
 
     def articles():
@@ -1426,22 +1392,19 @@ def wiki(path, out, workers=1) -> Counter:
             elif kind != "other namespace":
                 redirects[title] = canonical(text)
         pages = (page for page in read_dump(path) if page[1] == "article")
-        try:
-            with ProcessPoolExecutor(workers, initializer=signal.signal,       # Ctrl-C is ours
-                                     initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
-                while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
-                    yield from pool.map(read_article, batch)
-        except BrokenProcessPool:
-            raise UserError("a worker was ended, perhaps for want of memory: give fewer --workers")
+        with ProcessPoolExecutor(workers, initializer=signal.signal,       # only we handle Ctrl-C
+                                 initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+            while batch := list(islice(pages, 64 * workers)):       # a dump is larger than memory
+                yield from pool.map(read_article, batch)
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
-    """Writes articles (as read_article's) as lines of a corpus, a paragraph each. Prints the
-    counts: every link is kept, or dropped for a reason."""
+    """Writes articles, in read_article's form, as a corpus with one paragraph per line. Prints how
+    many links were kept, and how many were dropped and why."""
     def article_of(link):
         """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
-        for _ in range(5):                                  # a longer chain is a circle
+        for _ in range(5):                                  # a longer chain must be a cycle
             title = redirects.get(title, title)
         if title in redirects or NO_ARTICLE.match(title):
             title = ""
@@ -1469,32 +1432,32 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         print(f"{what:<46}{n:>12,}")
     return counts
 
-# A person's name, as "John F. Kennedy" or "Ludwig van Beethoven". In "British Forces Germany" and
-# "Rugby union in Ireland" the last word is no name of the whole.
+# A person's name, such as "John F. Kennedy" or "Ludwig van Beethoven". In "British Forces Germany"
+# and "Rugby union in Ireland" the last word does not name the whole.
 PERSON = re.compile(r"[A-Z][\w.'’-]+( [A-Z]\.)*( (van|von|de|der|del|della|di|da|al|la|le))* "
                     r"[A-Z][\w'’-]+$")
 
 def names_for(shown, entity) -> list:
-    """The names that mean `entity` after a link to it that shows `shown`."""
+    """The names that refer to `entity` once a link to it has been shown as `shown`."""
     base = without_bracket(entity)
     if base != entity:                          # "Mercury" may mean more than "Mercury (planet)"
         return [base] if shown == base else []
-    if shown[:1].islower():                     # a common noun: with a plural, and a capital
+    if shown[:1].islower():                     # a common noun: add its plural, and capitalise
         noun = base[0].lower() + base[1:]
         return [noun, noun + "s", base, base + "s"]
     is_family_name = base.endswith(" " + shown) and PERSON.match(base)
     return [base, shown] if is_family_name else [base]
 
-# Around a name's first letter between two \x01: it is a part of "dog-like", "North Karovia" or
-# "Karovia Airways".
+# Applied to the text around a name, whose first letter is between two \x01. A match means that the
+# name is only a part of "dog-like", "North Karovia" or "Karovia Airways".
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
-    """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links only the first.
+    """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links an entity only once.
 
-    The page's own title is linked everywhere, and what a link shows or leads to after that link. A
-    name that is not the whole title, "Einstein" or "Mercury", is linked only if the page does not
-    use it before the link, and a name that two entities share only if one is the page."""
+    The page's own title is linked everywhere; the text and the target of a link are linked after
+    it. But a name that is not the whole title, "Einstein" or "Mercury", must not occur before its
+    link, and a name that two entities share is linked only if one of them is the page's own."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
@@ -1527,7 +1490,7 @@ def kilt(path, out) -> Counter:
     A line is a page: {"wikipedia_title", "text": [title, paragraph, …], "anchors":
     [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
     def article(page):
-        """The page as read_article's."""
+        """The page in the form of read_article's result."""
         title, texts, anchors = fields("", page, wikipedia_title=[str], text=[list], anchors=[list])
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("text: must be a list of strings")
@@ -1548,13 +1511,13 @@ def kilt(path, out) -> Counter:
 
 # ---------------------------------------------------------------- the published task files
 
-# The example of a published record. A file of another task lacks the fields. No gold evidence is
-# taken (§4.3).
+# A file of another task lacks the fields that are read here. Gold evidence is not used (§4.3).
 SAME = {label: label for label in CLAIM_LABELS}
 CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
                "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
+QUESTION_TASKS = ("triviaqa", "complexwebquestions", "entityquestions")
 
-def claim_of(record, name) -> dict:
+def published_claim(record, name) -> dict:
     """The example of a record of fever, hover or fm2."""
     text_field, label_of = CLAIM_TASKS[name]
     text, label = fields("", record, **{text_field: [str], "label": [*label_of, None, ""]})
@@ -1562,48 +1525,54 @@ def claim_of(record, name) -> dict:
         raise ValueError("no label; give a labelled file (the official test files have no labels)")
     return {"text": text.strip(), "label": label_of[label]}
 
-def triviaqa(record) -> dict:
-    """The question and answers of a record of TriviaQA, the best answer first."""
-    question, answer = fields("", record, Question=[str], Answer=[dict, None])
-    value, aliases = fields("Answer.", answer, Value=[str], Aliases=[list]) if answer else ("", [])
-    return {"question": question.strip(), "answer_text": [value, *aliases]}
+def published_question(record, name) -> dict:
+    """The question of a record, and the texts of its answers, the best one first."""
+    if name == "triviaqa":
+        question, answer = fields("", record, Question=[str], Answer=[dict, None])
+        found = [fields("Answer.", answer, Value=[str], Aliases=[list])] if answer else []
+    elif name == "entityquestions":
+        question, answers = fields("", record, question=[str], answers=[list, None])
+        found = [("", answers or [])]
+    else:
+        question, answers = fields("", record, question=[str], answers=[list, None])
+        found = [fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
+                 for i, answer in enumerate(answers or [])]
+    texts = [text for value, aliases in found for text in (value, *aliases) if text]
+    if not texts:
+        raise ValueError("no answer; give a file with answers (the official test files have none)")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("an answer is not a string")
+    return {"question": question.strip(), "answer_text": list(dict.fromkeys(texts))}
 
-def complexwebquestions(record) -> dict:
-    question, answers = fields("", record, question=[str], answers=[list, None])
-    texts = []
-    for i, answer in enumerate(answers or []):
-        value, aliases = fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
-        texts += [value, *aliases]
-    return {"question": question.strip(), "answer_text": texts}
-
-def entityquestions(record) -> dict:
-    question, answers = fields("", record, question=[str], answers=[list, None])
-    return {"question": question.strip(), "answer_text": answers or []}
-
-QUESTION_TASKS = {function.__name__: function
-                  for function in (triviaqa, complexwebquestions, entityquestions)}
-
-def task_records(path):
-    """The records of a JSON list or of {"Data": list}, or the lines of JSON lines."""
-    text = "".join(open_text(path))
+def read_published(path, name) -> list:
+    """The examples in a published file: a JSON list, {"Data": list} or JSON lines."""
+    make, examples = published_claim if name in CLAIM_TASKS else published_question, []
+    text, n = "".join(open_text(path)), 0
     try:
-        whole = json.loads(text)
-    except ValueError:
-        return [line for line in text.split("\n") if line.strip()]
-    return whole.get("Data", [whole]) if isinstance(whole, dict) else whole
+        try:
+            records = json.loads(text)
+        except ValueError:
+            records = [line for line in text.split("\n") if line.strip()]
+        if isinstance(records, dict):
+            records = records.get("Data", [records])
+        for n, record in enumerate(records, 1):
+            examples.append(make(json.loads(record) if isinstance(record, str) else record, name))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: record {n}: {error}; is this a labelled {name} file?") from error
+    return examples
 
 def answer_key(name):
-    """A name's form for comparison: without case, punctuation, "_" or an article before it.
+    """A name's form for comparison: no case, punctuation, "_" or leading "a", "an" or "the".
     "The_Black_Sea" becomes "black sea", but "Vitamin A" does not become "vitamin"."""
     words = [word for word in split_words(name)[0] if word[:1].isalnum()]
     has_article = len(words) > 1 and words[0] in ("a", "an", "the")
     return " ".join(words[1:] if has_article else words) or name.strip()
 
 def answer_entities(corpus) -> tuple:
-    """(answer_key -> entity, the keys that only a title without its bracket has).
+    """({answer_key: entity}, the keys that match a title only without its bracket).
 
-    A key means the entity with that title, or with that title before a bracket, or with a mention
-    that reads so. Of several entities it means the most frequent."""
+    A key refers to an entity with that title, with that title before a bracket, or with such a
+    mention, in this order. If several entities qualify, it refers to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter()
@@ -1620,34 +1589,19 @@ def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples
 
     The "answers" of a question are the entities that its "answer_text" names. A question without
-    any counts as answered wrongly (§4.4)."""
-    is_question, n_bracket = name in QUESTION_TASKS, 0
-    if is_question and corpus is None:
+    such an entity counts as answered incorrectly (§4.4)."""
+    if name in QUESTION_TASKS and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
-    entity_of, by_bracket = answer_entities(corpus) if is_question else ({}, set())
-    examples = []
-    for path in paths:
-        n = 0
-        try:
-            for n, record in enumerate(task_records(path), 1):
-                record = json.loads(record) if isinstance(record, str) else record
-                if not is_question:
-                    examples.append(claim_of(record, name))
-                    continue
-                example = QUESTION_TASKS[name](record)
-                texts = list(dict.fromkeys(filter(None, example["answer_text"])))
-                if not texts:
-                    raise ValueError("no answer; give a file with answers (the official test files "
-                                     "have none)")
-                keys = [answer_key(text) for text in texts]
-                n_bracket += any(key in by_bracket for key in keys)
-                answers = dict.fromkeys(entity_of[key] for key in keys if key in entity_of)
-                examples.append({**example, "answer_text": texts, "answers": [*answers]})
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path}: record {n}: {error}; is this a labelled file of {name}?"
-                            ) from error
+    examples, n_bracket = [example for path in paths for example in read_published(path, name)], 0
     if not examples:
-        raise UserError(f"{', '.join(map(str, paths))}: no record in it")
+        raise UserError(f"{', '.join(map(str, paths))}: no records found")
+    if name in QUESTION_TASKS:
+        entity_of, by_bracket = answer_entities(corpus)
+        for example in examples:
+            keys = [answer_key(text) for text in example["answer_text"]]
+            n_bracket += any(key in by_bracket for key in keys)
+            found = dict.fromkeys(entity_of[key] for key in keys if key in entity_of)
+            example["answers"] = list(found)
     n_answered = sum(bool(e.get("label") or e.get("answers")) for e in examples)
     print(f"{len(examples):,} examples, {n_answered:,} with a label or an answer that is an entity")
     if n_bracket:
@@ -1659,13 +1613,11 @@ def task(name, paths, out, corpus=None):
 
 def check(path, preset="toy"):
     """count what a corpus contains, or list its first ten errors"""
-    errors = []
-    for _ in read_corpus(path, errors):         # to the end: errors are found on the way
-        pass
+    settings, errors = dict(TEXT_PRESETS[preset]), []
+    texts = (text.text for text in read_corpus(path, errors))
+    tokenizer = train_tokenizer(texts, settings.pop("vocab"))
     if errors:
         raise UserError("\n".join(errors[:10]))
-    settings = dict(TEXT_PRESETS[preset])
-    tokenizer = train_tokenizer((text.text for text in read_corpus(path)), settings.pop("vocab"))
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.build(path, Path(folder, "corpus"), tokenizer, **settings)
     counts = dict(corpus.meta["counts"], mentions_to_evaluate_on=len(eval_mentions(corpus)))
@@ -1673,10 +1625,10 @@ def check(path, preset="toy"):
     for what, n in counts.items():
         print(f"{what.replace('_', ' '):<42}{n:>12,}")
     if not corpus.entity_count.any():
-        print("Nothing can be trained on: all linked mentions are held out.")
+        print("There is nothing to train on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
-        print("Nothing can be evaluated: no held-out passage names an entity that another passage "
-              'also names; mark more texts with "split": "held_out".')
+        print("There is nothing to evaluate: no held-out passage names an entity that another one "
+              'also names. Mark more texts with "split": "held_out".')
     print("Some mentions in brackets, and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
@@ -1700,7 +1652,7 @@ def at_least(least):
     return number
 
 def arguments_of(arguments) -> dict:
-    """The command line: "run" is the function, the other arguments have its parameters' names."""
+    """The parsed command line: the function as "run", and its arguments under their names."""
     parser = argparse.ArgumentParser(description="Make, check and convert corpora and examples.")
     commands, add = parser.add_subparsers(required=True), {}
     for run in (toy, check, wiki, kilt, task):
@@ -1712,7 +1664,7 @@ def arguments_of(arguments) -> dict:
         if run in (check, wiki, kilt):
             add[run]("path", metavar="FILE")
     add[toy]("--seed", type=at_least(0), default=0)
-    add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="as train.py's")
+    add[check]("--preset", choices=TEXT_PRESETS, default="toy", help="as in train.py")
     add[wiki]("--workers", type=at_least(1), default=1, help="number of processes")
     add[task]("name", choices=[*CLAIM_TASKS, *QUESTION_TASKS])
     add[task]("paths", nargs="+", metavar="FILE")
@@ -1732,14 +1684,10 @@ def main(arguments=None) -> int:
         options.pop("run")(**options)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:              # or Python writes the rest at its end
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return complain("data.py", "the program that reads this output has ended (broken pipe)")
-    except (UserError, OSError, ImportError, MemoryError) as error:
+    except (UserError, OSError, ImportError, MemoryError, BrokenExecutor) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
-        complain("data.py", "stopped; no file is half-written")
+        complain("data.py", "stopped; no file was left half-written")
         return 130
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """data.py: Wikipedia dumps, KILT's knowledge source, published task files.   pytest tests/test_wiki.py
 
-The dumps are written here by hand; the real ones are used where they are: in $TOME_DATA, else ../shared/data.
+The dumps are written here by hand; real ones are used if $TOME_DATA, or otherwise ../shared/data, has them.
 """
 import bz2
 import gzip
@@ -53,7 +53,7 @@ needs_parser = pytest.mark.skipif(importlib.util.find_spec("mwparserfromhell") i
 
 
 def accounted(counts):
-    """Every page has one kind, every [[ of the dump one fate."""
+    """Whether each page and each [[ in the dump is counted exactly once."""
     def total(group):
         return sum(n for what, n in counts.items() if what.startswith(group + ": "))
 
@@ -133,7 +133,7 @@ NO_ARTICLE, HIDDEN = "to no article", "outside the prose"
     ("a\nb <nowiki>[[dog]]</nowiki> b", "a", HIDDEN),
     ("a\n==[[Dog]]==\nb", "a", HIDDEN),
     ("a\n==See also==\n===x===\n*[[Dog]]\n== B ==\nb", "a", HIDDEN)])
-def test_links_that_are_no_mentions_are_counted_by_reason(tmp_path, wikitext, text, why):
+def test_links_that_are_not_mentions_are_counted_by_reason(tmp_path, wikitext, text, why):
     others = (page("Old dog", "", redirect="Older dog"), page("Older dog", "", redirect="Old dog"),
               page("Pet", "'''Pet''' may be:\n* Dog\n{{disambiguation}}"))
     texts, mentions, counts = read(tmp_path, wikitext, *others)
@@ -142,7 +142,7 @@ def test_links_that_are_no_mentions_are_counted_by_reason(tmp_path, wikitext, te
 
 
 @needs_parser
-def test_redirects_are_followed_wherever_they_stand(tmp_path):
+def test_redirects_are_followed_wherever_they_are(tmp_path):
     chain = [page("USA", "", redirect="U.S.A.#Top"), page("U.S.A.", "", redirect="United_States"),
              page("Loop", "", redirect="Loop 2"), page("Loop 2", "", redirect="Loop"),
              page("Self", "", redirect="Self"), page("Shortcut", "", redirect="Wikipedia:Help")]
@@ -163,6 +163,7 @@ def test_redirects_are_followed_wherever_they_stand(tmp_path):
     ("a<br />b <small>c</small> &mdash;&nbsp;d\n__NOTOC__", ["a b c — d"]),
     ("* a\n** b\n# c\n: d", ["a\nb\nc\nd"]),
     ("== H ==\na\n=== I ===\nb\n----\nc", ["a", "b", "c"]),
+    ("a\n== H ==<ref>x</ref>\nb", ["a", "b"]),
     ("A ({{lang-el|x}}; 384) is.", ["A (384) is."]),
     ("A ({{IPA|x}}) is long{{cn}}.", ["A is long."]),
     ("{{Infobox\n| a = [[b]]\n| c = {{d|}}\n|}}\nText.", ["Text."]),
@@ -173,7 +174,7 @@ def test_redirects_are_followed_wherever_they_stand(tmp_path):
     ("a }} b\n\nc |} d\n\ne ]] f\n\ng", ["g"]),
     ("x\nsee [[A|a [[link]] in a link]]", ["x"]),
     ("x\ny <!-- never closed [[a]]", ["x"])])
-def test_markup_goes(tmp_path, wikitext, texts):
+def test_markup_is_removed(tmp_path, wikitext, texts):
     assert read(tmp_path, wikitext)[0] == texts
 
 
@@ -193,14 +194,14 @@ def test_further_mentions_are_linked(tmp_path):
 
 
 def extended(text, *links):
-    """[(name, entity)] after extend_mentions; links: what stands in `text`, linked to itself."""
+    """[(name, entity)] after extend_mentions; links: (a part of `text`, its entity)."""
     mentions = [data.Mention(text.index(link), text.index(link) + len(link), entity)
                 for link, entity in links]
     [(text, found)] = data.extend_mentions("Page", [(text, mentions)])
     return [(text[m.start:m.end], m.entity) for m in found]
 
 
-def test_a_target_is_linked_after_its_link_only_and_the_longest_wins():
+def test_a_target_is_linked_only_after_its_link_and_the_longest_name_wins():
     found = extended("York lies near New York City. New York City is not York: York is older.",
                      ("New York City", "New York City"))
     assert found == [("New York City", "New York City")] * 2
@@ -214,7 +215,7 @@ def test_names_in_other_letters_and_plurals_are_linked_again():
     assert [name for name, _ in found] == ["Łódź", "Šešelj", "Łódź", "Šešelj", "Šešelj", "robot", "robots"]
 
 
-def test_a_page_of_many_like_names_takes_no_quadratic_time():
+def test_a_page_of_many_similar_names_does_not_take_quadratic_time():
     paragraphs = [(f"Foo {i} is Foo {i}.", [data.Mention(0, len(f"Foo {i}"), f"Foo {i}")])
                   for i in range(3000)]
     start = time.process_time()
@@ -225,7 +226,7 @@ def test_a_page_of_many_like_names_takes_no_quadratic_time():
 # ---------------------------------------------------------------- the dump
 
 @needs_parser
-def test_pages_that_are_no_articles_are_counted(tmp_path):
+def test_pages_that_are_not_articles_are_counted(tmp_path):
     path = dump(tmp_path / "d.xml.bz2", page("A", "text [[B]]"), page("Talk:A", "[[C]]", ns=1),
                 page("E", " "), page("B", "", redirect="A"), page("A (disambiguation)", "[[A]]"),
                 page("F", "x {{School disambiguation}}"), page("G", "g {{disambiguation needed}}"),
@@ -253,8 +254,8 @@ def test_any_number_of_workers_writes_the_same_file(tmp_path):
 ENTITIES = "".join(f'<!ENTITY {y} "{10 * f"&{x};"}">' for x, y in zip("abcdefgh", "bcdefghi"))
 BOMB = (f'<!DOCTYPE m [<!ENTITY a "aaaaaaaaaa">{ENTITIES}]>'
         "<mediawiki><page><title>T</title><text>&i;</text></page></mediawiki>")
-CUT = "no whole MediaWiki dump"
-NO_DUMP = CUT + " (ValueError: it does not begin as one)"
+CUT = "not a whole MediaWiki dump"
+NO_DUMP = CUT + " (ValueError: it does not begin like one)"
 
 
 @needs_parser
@@ -269,7 +270,7 @@ NO_DUMP = CUT + " (ValueError: it does not begin as one)"
     (b"<mediawiki><page><title>T</title>", CUT), (b"<mediawiki>" + b"<page>" * 1000, CUT),
     (b"<mediawiki><page><title>a & b</title></page></mediawiki>", CUT),
     (b"<mediawiki><page><title>&bomb;</title></page></mediawiki>", CUT)])
-def test_a_file_that_is_no_whole_dump_gets_one_sentence_and_leaves_nothing(tmp_path, content, said):
+def test_a_file_that_is_not_a_whole_dump_gets_one_sentence_and_leaves_no_output(tmp_path, content, said):
     (tmp_path / "d.xml").write_bytes(content)
     start = time.time()
     with pytest.raises(UserError, match=re.escape(said)) as e:
@@ -279,7 +280,7 @@ def test_a_file_that_is_no_whole_dump_gets_one_sentence_and_leaves_nothing(tmp_p
 
 
 @needs_parser
-def test_what_is_asked_wrongly_is_one_sentence(tmp_path, monkeypatch, capsys):
+def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
     with pytest.raises(FileNotFoundError):
         data.wiki(tmp_path / "none.xml", out)
@@ -300,7 +301,7 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("text", [
     "{{", "{|\n", "[[", "[[a|", "<ref>", "<!--", "<a ", "[http:x ", "[[x|[a", "{{convert||", "<div>",
     "{{a|<ref>[[b|", "{{{a|{{b|", "<ref name=\"", "==a", "\n==", "}}[[a|]]{{", " :*#", "(;(", "a ''b"])
-def test_no_markup_takes_the_parser_minutes(text):
+def test_no_markup_keeps_the_parser_busy_for_minutes(text):
     start = time.process_time()
     for length in (data.MAX_SECTION, 2 * data.MAX_SECTION):
         data.read_article(("A", "article", text * (length // len(text))))
@@ -309,7 +310,7 @@ def test_no_markup_takes_the_parser_minutes(text):
 
 @needs_parser
 @pytest.mark.parametrize("section", ["{{a" * 300, "x " * 400_000])
-def test_a_section_that_takes_minutes_is_left_out_and_counted(tmp_path, section):
+def test_a_section_that_would_take_minutes_is_left_out_and_counted(tmp_path, section):
     texts, _, counts = read(tmp_path, f"x\n== H ==\n{section}\n== I ==\ny")
     assert counts["sections left out"] == 1 and texts == ["x", "y"]
 
@@ -338,7 +339,7 @@ def test_the_real_dump_is_accounted_for(tmp_path):
 
 @needs_real
 @needs_parser
-def test_the_real_tables_go(tmp_path):
+def test_the_tables_of_a_real_dump_are_removed(tmp_path):
     counts = data.wiki(REAL / "enwiki-table-markup.xml.bz2", tmp_path / "out.jsonl")
     assert accounted(counts) and counts["pages: article"] == 5 and counts["links: outside the prose"] > 2000
     debris = re.compile(r"\[\[|[{}|<>]|\]\]")
@@ -381,18 +382,18 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
                                   '{"wikipedia_title": "A", "text": ["A", "a"], "anchors": [{"paragraph_id": 1, '
                                   '"start": 0.0, "end": 1, "wikipedia_title": "B"}]}',
                                   '{"id": 1, "title": "A", "text": "a"}'])
-def test_a_file_that_is_not_kilts_is_refused(tmp_path, line):
+def test_a_file_that_is_not_from_kilt_is_refused(tmp_path, line):
     (tmp_path / "k.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match="k.jsonl:1: ") as e:
         data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")
     assert "\n" not in str(e.value) and not (tmp_path / "out.jsonl").exists()
 
 
-def test_nothing_is_not_written_as_a_corpus_or_as_examples(tmp_path):
+def test_an_empty_corpus_or_file_of_examples_is_not_written(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     for convert in (lambda: data.kilt(tmp_path / "empty.jsonl", tmp_path / "out.jsonl"),
                     lambda: data.task("fever", [tmp_path / "empty.jsonl"], tmp_path / "out.jsonl")):
-        with pytest.raises(UserError, match="no article found|empty.jsonl: no record in it"):
+        with pytest.raises(UserError, match="no article found|empty.jsonl: no records found"):
             convert()
     assert [p.name for p in tmp_path.iterdir()] == ["empty.jsonl"]
 
@@ -475,7 +476,7 @@ def test_questions_need_a_corpus(tmp_path):
     ("hover", {"uid": "a", "claim": "c", "label": "SUPPORTS"}), ("hover", {"id": 1, "claim": "c"}),
     ("fever", {"id": 1, "claim": "c", "label": "SUPPORTED"})])
 def test_a_file_of_another_task_is_refused(tmp_path, corpus, name, record):
-    with pytest.raises(UserError, match=f"is this a labelled file of {name}"):
+    with pytest.raises(UserError, match=f"is this a labelled {name} file"):
         run(tmp_path, name, [record], corpus=corpus)
     assert not (tmp_path / "examples.jsonl").exists()
 
@@ -511,7 +512,7 @@ def test_the_real_claims(tmp_path, name, file, counts):
 
 @pytest.mark.slow
 @needs_real
-def test_the_real_questions_agree_with_the_pairing_that_comes_with_them(tmp_path):
+def test_the_real_questions_agree_with_the_given_pairing(tmp_path):
     data.task("entityquestions", [REAL / "paired" / "entityquestions_train.jsonl"], tmp_path / "out.jsonl",
               corpus=REAL / "wikispeedia_linked.jsonl.gz")
     pairs = [(set(line["answers"]), set(record["corpus_answers"])) for line, record in
@@ -522,7 +523,7 @@ def test_the_real_questions_agree_with_the_pairing_that_comes_with_them(tmp_path
 
 # ---------------------------------------------------------------- noun chunks
 
-def test_noun_chunks_are_mentions_where_spacy_is(monkeypatch):
+def test_noun_chunks_are_mentions_if_spacy_is_installed(monkeypatch):
     some = types.SimpleNamespace
     found = some(noun_chunks=[some(start_char=0, end_char=8)])
     spacy = some(load=lambda name, exclude: {"en_core_web_sm": lambda text: found}[name])
