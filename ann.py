@@ -14,6 +14,7 @@ map; scores are float32. The fast searches and `fetch` have no gradient.
 
 The functions with which processes exchange data are at the end. Without an initialised process
 group, each of them does the same for the one process."""
+import math
 from itertools import pairwise
 
 import torch
@@ -49,6 +50,7 @@ def best_of(scores, ids, k):
 
 BLOCK = 16              # scores per block; only blocks with a high maximum are searched further
 CPU_TILE = 2 ** 21      # scores computed at a time, so that they stay in the cache
+FIRST_TILE = 7 * 2 ** 20            # maximum for the first tile: 28 MB, for which malloc reuses memory
 GPU_TILE = 2 ** 27      # on a GPU: few, large kernels
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
@@ -57,53 +59,75 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
     queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
 
-    A tile contains the scores of some keys with all queries. A GPU takes the k best of each tile.
-    It is faster on a CPU to collect only the scores above a bar, which the first tile sets."""
+    On a CPU it is fastest to collect only the scores above a bar that is guessed from the first
+    keys. A query for which fewer than k scores are above it is searched again with a safe bar."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
-    best = plain_topk(queries, queries[:0], k)                      # k empty places per query
     if Q == 0 or k == 0 or N == 0:
-        return best
-    size = GPU_TILE if queries.is_cuda else CPU_TILE
-    later = max(512, size // max(Q, 64) // BLOCK * BLOCK)           # keys per tile
-    # The first tile may be larger: with more keys the bar is higher.
-    first = min(N, max(later, min(max(8192, N // 16), 16 * size // Q)))
-    memory = torch.empty((first + BLOCK) * Q, device=queries.device)
-    bar, found = None, []
-    for start, end in pairwise([0, *range(first, N, later), N]):
-        passage = None if query_passage is None else key_passage[start:end]
-        scores = tile_scores(queries, keys[start:end], query_passage, passage, memory)
-        if queries.is_cuda:
-            row = topk_rows(scores, min(k, len(scores)))
-            score, id = scores.gather(0, row).T, start + row.T
-            best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
-            continue
-        blocks = scores.view(BLOCK if start else block_size(len(scores), k), -1, Q)
-        maxima = block_maxima(blocks)
-        bar = just_below(maxima, k, dim=0) if start == 0 else bar
-        (j, block, query), score = high_scores(blocks, maxima, bar)
-        found.append((query, start + j * len(maxima) + block, score))
-        if end == N or sum(len(query) for query, _, _ in found) > Q * k:    # worth a higher bar
-            best = merge(best, *map(torch.cat, zip(*found)))
-            bar, found = bar.maximum(best[0][:, -1]), []
+        return plain_topk(queries, queries[:0], k)                  # k empty places per query
+    if queries.is_cuda:
+        return best_of_tiles(queries, keys, k, query_passage, key_passage)
+    later = max(512, CPU_TILE // Q)                                 # keys per tile
+    first = max(later, k, min(max(8192, 8 * N // k), FIRST_TILE // Q))
+    # In random order, about `chance` of the k best keys, and rarely more than `rank`, come first.
+    chance = k * min(1, first / N)
+    rank = k if first >= N else min(k, math.ceil(chance + 4 * chance ** 0.5 + 1))
+    best = best_above_bar(queries, keys, k, rank, first, later, query_passage, key_passage)
+    few = (best[1][:, -1] < 0).nonzero()[:, 0]
+    if rank < k and len(few) > 0:
+        passage = None if query_passage is None else query_passage[few]
+        best[0][few], best[1][few] = best_above_bar(queries[few], keys, k, k, first, later,
+                                                    passage, key_passage)
     return best
 
-def tile_scores(queries, keys, query_passage, key_passage, memory):
-    """float32 scores (W, Q), a row per key: -inf for the query's own passage, and in rows that
-    are added to make W a multiple of BLOCK. memory: W x Q numbers or more, overwritten."""
-    W = len(keys) + -len(keys) % BLOCK
-    scores = memory[:W * len(queries)].view(W, -1)
-    keys = keys.to(queries.device, torch.float32)
-    torch.mm(keys, queries.float().T, out=scores[:len(keys)])       # with out=, never in bfloat16
-    scores[len(keys):] = -torch.inf
-    if query_passage is not None:
-        row = torch.isin(key_passage, query_passage).nonzero()[:, 0]
-        own = (key_passage[row, None] == query_passage) & (query_passage >= 0)
-        scores[row] = scores[row].masked_fill(own, -torch.inf)
-    return scores
+def best_above_bar(queries, keys, k, rank, first, later, query_passage, key_passage):
+    """The k best scores above each query's bar: the rank-th block maximum of the first tile.
+    With rank k the bar is safe: at least k scores reach it."""
+    Q, found = len(queries), []
+    for start, scores in tiles(queries, keys, first, later, query_passage, key_passage):
+        blocks = scores.view(BLOCK if start else block_size(len(scores), rank), -1, Q)
+        maxima = block_maxima(blocks)
+        bar = just_below(maxima, rank, dim=0) if start == 0 else bar
+        (j, block, query), score = high_scores(blocks, maxima, bar)
+        found.append((query, start + j * len(maxima) + block, score))
+        if sum(len(query) for query, _, _ in found) > 4 * Q * k:    # worth a higher bar
+            score, id = merge(found, Q, k)
+            bar = bar.maximum(score[:, -1])
+            query = torch.arange(Q).repeat_interleave(k)
+            found = [(query, id.flatten(), score.flatten())]
+    return merge(found, Q, k)
+
+def tiles(queries, keys, first, later, query_passage, key_passage):
+    """Yields the number of a tile's first key and the tile's float32 scores (W, Q), a row per key.
+    The first tile has `first` keys, the next ones `later`, all in the same memory. -inf is the
+    score of the query's own passage, and of rows added to make W a multiple of BLOCK."""
+    queries, Q, N = queries.float(), len(queries), len(keys)
+    memory = torch.empty((min(N, first) + BLOCK) * Q, device=queries.device)
+    for start, end in pairwise([0, *range(first, N, later), N]):
+        rows = keys[start:end].to(queries.device, torch.float32)
+        W = len(rows) + -len(rows) % BLOCK
+        scores = memory[:W * Q].view(W, Q)
+        torch.mm(rows, queries.T, out=scores[:len(rows)])           # with out=, never in bfloat16
+        scores[len(rows):] = -torch.inf
+        if query_passage is not None:
+            passage = key_passage[start:end]
+            row = torch.isin(passage, query_passage).nonzero()[:, 0]
+            own = (passage[row, None] == query_passage) & (query_passage >= 0)
+            scores[row] = scores[row].masked_fill(own, -torch.inf)
+        yield start, scores
+
+def best_of_tiles(queries, keys, k, query_passage, key_passage):
+    """For a GPU: the k best of each tile and of the tiles before it. All shapes are fixed, so the
+    host never waits for the GPU."""
+    size, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
+    for start, scores in tiles(queries, keys, size, size, query_passage, key_passage):
+        row = topk_rows(scores, min(k, len(scores)))
+        score, id = scores.gather(0, row).T, start + row.T
+        best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
+    return best
 
 def topk_rows(scores, k):
     """The rows (k, Q) of the k largest in each column of (W, Q); of equal scores the upper rows.
-    All shapes are fixed, so the host never waits for a GPU. Sets NaN and inf to -inf."""
+    Sets NaN and inf to -inf."""
     row = torch.arange(len(scores), device=scores.device)[:, None]
     codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row
     return codes.topk(k, 0, largest=False).values & 0x7FFFFFFF
@@ -144,19 +168,19 @@ def high_scores(blocks, maxima, bar):
     j, i = high // len(block), high % len(block)
     return (j, a[i], b[i]), found.flatten()[high]
 
-def merge(best, query, id, score):
-    """The k best of each query among `best` (scores, ids, each (Q, k)) and F more scores.
-    query, id, score (F,). Equal scores of a query have rising ids, all above those in `best`."""
-    (Q, k), device = best[0].shape, score.device
-    every = torch.arange(Q, device=device).repeat_interleave(k)
-    query, score, id = (torch.cat([x.flatten(), y])
-                        for x, y in ((every, query), (best[0], score), (best[1], id)))
+def merge(found, Q, k):
+    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,), in
+    which equal scores of a query have rising ids."""
+    query, id, score = map(torch.cat, zip(*found))
+    if len(query) == 0:
+        return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
     # One sort of integers orders by query, then by falling score.
     order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices
-    count = torch.bincount(query, minlength=Q)
-    first = (count.cumsum(0) - count)[:, None]
-    chosen = order[first + torch.arange(k, device=device)]          # (Q, k)
-    return score[chosen], id[chosen].masked_fill(score[chosen] == -torch.inf, -1)
+    count = torch.bincount(query, minlength=Q)[:, None]
+    nth = torch.arange(k, device=score.device)
+    chosen = order[(count.cumsum(0) - count + nth).clamp(max=len(order) - 1)]      # (Q, k)
+    score = score[chosen].masked_fill(nth >= count, -torch.inf)
+    return score, id[chosen].masked_fill(score == -torch.inf, -1)
 
 # ---- k-means and buckets
 
@@ -225,10 +249,9 @@ class BucketedIndex:
     def search(self, queries, k, n_search, query_passage=None):
         """The k best keys in the n_search best buckets of each query (Q, d): scores, ids (Q, k)."""
         Q, device = len(queries), queries.device
-        best = plain_topk(queries, queries[:0], k)               # k empty places per query
         n_search = min(n_search, len(self.keys))
         if Q == 0 or k == 0 or n_search == 0:
-            return best
+            return plain_topk(queries, queries[:0], k)           # k empty places per query
         probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
         # A row of scores per query: the keys of its first bucket, then of its second, … A row is as
         # wide as the longest, rounded up to whole blocks, and -inf where there is no key.
@@ -260,7 +283,7 @@ class BucketedIndex:
             own = (query_passage[query] == self.passage[id]) & (query_passage[query] >= 0)
             score = score.masked_fill(own, -torch.inf)
         order = id.argsort()
-        return merge(best, query[order], id[order], score[order])
+        return merge([(query[order], id[order], score[order])], Q, k)
 
 # ---- several processes
 
