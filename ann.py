@@ -12,9 +12,7 @@ the query's own passage (passage -1 is nobody's) and scores that are not finite.
 left, the score is -inf and the id -1. Keys may be float32, float16 or bfloat16, and a numpy memory
 map; scores are float32. The fast searches and `fetch` have no gradient.
 
-The functions with which processes exchange data are at the end. Without an initialised process
-group, each of them does the same for the one process."""
-import math
+Without an initialised process group, the functions for several processes do the same for one."""
 from itertools import pairwise
 
 import torch
@@ -23,8 +21,7 @@ import torch.nn.functional as F
 
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    In float32 even where training computes in bfloat16, which would round a score of 50 by up to
-    0.125: attention weights are exponentials of scores."""
+    Attention weights are exponentials of scores; bfloat16 would round 50 by up to 0.125."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
@@ -50,7 +47,6 @@ def best_of(scores, ids, k):
 
 BLOCK = 16              # scores per block; only blocks with a high maximum are searched further
 CPU_TILE = 2 ** 21      # scores computed at a time, so that they stay in the cache
-FIRST_TILE = 7 * 2 ** 20            # maximum for the first tile: 28 MB, for which malloc reuses memory
 GPU_TILE = 2 ** 27      # on a GPU: few, large kernels
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
@@ -66,42 +62,40 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         return plain_topk(queries, queries[:0], k)                  # k empty places per query
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
-    later = max(512, CPU_TILE // Q)                                 # keys per tile
-    first = max(later, k, min(max(8192, 8 * N // k), FIRST_TILE // Q))
-    # In random order, about `chance` of the k best keys, and rarely more than `rank`, come first.
-    chance = k * min(1, first / N)
-    rank = k if first >= N else min(k, math.ceil(chance + 4 * chance ** 0.5 + 1))
-    best = best_above_bar(queries, keys, k, rank, first, later, query_passage, key_passage)
+    # The first tile is larger, for a better guess, but below 32 MB, which malloc would not reuse.
+    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 3 * CPU_TILE // Q))
+    chance = k * min(1, first / N)      # how many of the k best it contains, in random order
+    rank = min(k, int(chance + 4 * chance ** 0.5 + 2))              # it rarely contains more
+    best = above_bar(queries, keys, k, rank, first, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
     if rank < k and len(few) > 0:
-        passage = None if query_passage is None else query_passage[few]
-        best[0][few], best[1][few] = best_above_bar(queries[few], keys, k, k, first, later,
-                                                    passage, key_passage)
+        own = None if query_passage is None else query_passage[few]
+        best[0][few], best[1][few] = above_bar(queries[few], keys, k, k, first, own, key_passage)
     return best
 
-def best_above_bar(queries, keys, k, rank, first, later, query_passage, key_passage):
+def above_bar(queries, keys, k, rank, first, query_passage, key_passage):
     """The k best scores above each query's bar: the rank-th block maximum of the first tile.
     With rank k the bar is safe: at least k scores reach it."""
     Q, found = len(queries), []
-    for start, scores in tiles(queries, keys, first, later, query_passage, key_passage):
-        blocks = scores.view(BLOCK if start else block_size(len(scores), rank), -1, Q)
+    for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
+        blocks = scores.view(BLOCK, -1, Q)
         maxima = block_maxima(blocks)
-        bar = just_below(maxima, rank, dim=0) if start == 0 else bar
+        if start == 0:
+            bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
         (j, block, query), score = high_scores(blocks, maxima, bar)
         found.append((query, start + j * len(maxima) + block, score))
         if sum(len(query) for query, _, _ in found) > 4 * Q * k:    # worth a higher bar
             score, id = merge(found, Q, k)
             bar = bar.maximum(score[:, -1])
-            query = torch.arange(Q).repeat_interleave(k)
-            found = [(query, id.flatten(), score.flatten())]
+            found = [(torch.arange(Q).repeat_interleave(k), id.flatten(), score.flatten())]
     return merge(found, Q, k)
 
-def tiles(queries, keys, first, later, query_passage, key_passage):
+def tiles(queries, keys, first, size, query_passage, key_passage):
     """Yields the number of a tile's first key and the tile's float32 scores (W, Q), a row per key.
-    The first tile has `first` keys, the next ones `later`, all in the same memory. -inf is the
-    score of the query's own passage, and of rows added to make W a multiple of BLOCK."""
-    queries, Q, N = queries.float(), len(queries), len(keys)
-    memory = torch.empty((min(N, first) + BLOCK) * Q, device=queries.device)
+    The first tile has `first` keys, the next ones have about `size` scores. -inf is the score of
+    the query's own passage, and of rows added to make W a multiple of BLOCK."""
+    queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
+    memory = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
         rows = keys[start:end].to(queries.device, torch.float32)
         W = len(rows) + -len(rows) % BLOCK
@@ -116,21 +110,15 @@ def tiles(queries, keys, first, later, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """For a GPU: the k best of each tile and of the tiles before it. All shapes are fixed, so the
-    host never waits for the GPU."""
-    size, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
-    for start, scores in tiles(queries, keys, size, size, query_passage, key_passage):
-        row = topk_rows(scores, min(k, len(scores)))
+    """For a GPU: the k best of each tile and of those before it. The host never waits for it."""
+    first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
+    for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
+        row = torch.arange(len(scores), device=scores.device)[:, None]
+        codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row    # no two are equal
+        row = codes.topk(min(k, len(scores)), 0, largest=False).values & 0x7FFFFFFF
         score, id = scores.gather(0, row).T, start + row.T
         best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
     return best
-
-def topk_rows(scores, k):
-    """The rows (k, Q) of the k largest in each column of (W, Q); of equal scores the upper rows.
-    Sets NaN and inf to -inf."""
-    row = torch.arange(len(scores), device=scores.device)[:, None]
-    codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row
-    return codes.topk(k, 0, largest=False).values & 0x7FFFFFFF
 
 def falling(scores):
     """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
@@ -140,10 +128,6 @@ def falling(scores):
 
 # ---- the scores above a bar
 
-def block_size(n_scores, n):
-    """The largest block size that divides n_scores into at least 2n blocks, or 1."""
-    return next((size for size in (BLOCK, 8, 4, 2) if n_scores >= 2 * n * size), 1)
-
 def block_maxima(blocks):
     """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
     maxima = blocks.amax(0)
@@ -152,7 +136,7 @@ def block_maxima(blocks):
 
 def just_below(maxima, n, dim):
     """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
-    bar = maxima.topk(min(n, maxima.shape[dim]), dim).values.select(dim, -1)
+    bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 
 def high_scores(blocks, maxima, bar):
@@ -160,13 +144,11 @@ def high_scores(blocks, maxima, bar):
     positions, three tensors (F,), and the scores (F,). Skips blocks with maxima below the bar."""
     block = (maxima > bar).flatten().nonzero()[:, 0]
     a, b = block // maxima.shape[1], block % maxima.shape[1]
-    if blocks.is_contiguous():                                      # the same result, faster
-        found = blocks.flatten(1).index_select(1, block)
-    else:
-        found = blocks[:, a, b]                                     # (size, blocks found)
+    # The scores of the found blocks; index_select is faster.
+    found = blocks.flatten(1).index_select(1, block) if blocks.is_contiguous() else blocks[:, a, b]
     high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
     j, i = high // len(block), high % len(block)
-    return (j, a[i], b[i]), found.flatten()[high]
+    return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)
 
 def merge(found, Q, k):
     """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,), in
@@ -223,9 +205,8 @@ def kmeans(points, init, n_iters=10):
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
-    keys (N, d) are copied, bucket after bucket. k-means runs on keys of unit length, and buckets of
-    keys and queries are chosen by the dot product with the centroids' directions. With their
-    lengths, the longest few would win every query (python tests/bench.py buckets)."""
+    keys (N, d) are copied, bucket after bucket. Centroids and keys have unit length when buckets are
+    chosen, or the few longest would win every query (python tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
@@ -253,14 +234,12 @@ class BucketedIndex:
         if Q == 0 or k == 0 or n_search == 0:
             return plain_topk(queries, queries[:0], k)           # k empty places per query
         probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A row of scores per query: the keys of its first bucket, then of its second, … A row is as
-        # wide as the longest, rounded up to whole blocks, and -inf where there is no key.
+        # A row of scores per query: the keys of its first bucket, then of its second, …, then -inf.
         count = self.count[probed].view(Q, n_search)
         width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
         scores = torch.full((Q * width,), -torch.inf, device=device)
-        # Where the scores of each (query, bucket) begin in `scores`: (Q * n_search,), rising.
         row = torch.arange(Q, device=device)[:, None] * width
-        begin = (row + count.cumsum(1) - count).flatten()
+        begin = (row + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
         # Bucket after bucket, so that its keys are read once for all queries that ask for it.
         order = probed.argsort(stable=True)
         buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
@@ -271,9 +250,9 @@ class BucketedIndex:
             keys = self.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
         n = k + self.largest            # enough after the own passage's keys are discarded below
-        blocks = scores.view(Q, block_size(width, n), -1).transpose(0, 1)
-        maxima = block_maxima(blocks)                           # (Q, width / size)
-        bar = just_below(maxima, n, dim=1)
+        blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
+        maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
+        bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)
         (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
         # Back from a place in `scores` to its bucket, and from the place inside it to the key.
         place = query * width + j * maxima.shape[1] + block     # (F,)

@@ -91,9 +91,8 @@ def test_several_tiles_find_what_one_does_in_any_order(order, monkeypatch):
         rising = keys[keys.sum(1).argsort()]
         keys = {"rising": rising, "falling": rising.flip(0), "equal": torch.ones_like(keys)}[order]
         queries = queries.abs()
-    monkeypatch.setattr(ann, "CPU_TILE", 2 ** 15)
-    for k, first in ((40, ann.FIRST_TILE), (40, 2 ** 15), (1500, 2 ** 15)):
-        monkeypatch.setattr(ann, "FIRST_TILE", first)
+    for k, tile in ((40, 2 ** 18), (40, 2 ** 15), (1500, 2 ** 15)):
+        monkeypatch.setattr(ann, "CPU_TILE", tile)
         check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
               brute_force(queries, keys, k, query_passage, key_passage))
 
