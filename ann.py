@@ -54,7 +54,6 @@ NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
     queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
-
     On a CPU it is fastest to collect only the scores above a bar that is guessed from the first
     keys. A query for which fewer than k scores are above it is searched again with a safe bar."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
@@ -110,7 +109,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """For a GPU: the k best of each tile and of those before it. The host never waits for it."""
+    """The k best of each tile and of those before it. The host never waits for the GPU."""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -156,8 +155,7 @@ def merge(found, Q, k):
     query, id, score = map(torch.cat, zip(*found))
     if len(query) == 0:
         return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
-    # One sort of integers orders by query, then by falling score.
-    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices
+    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices    # by query, then score
     count = torch.bincount(query, minlength=Q)[:, None]
     nth = torch.arange(k, device=score.device)
     chosen = order[(count.cumsum(0) - count + nth).clamp(max=len(order) - 1)]      # (Q, k)
@@ -205,8 +203,8 @@ def kmeans(points, init, n_iters=10):
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
-    keys (N, d) are copied, bucket after bucket. Centroids and keys have unit length when buckets are
-    chosen, or the few longest would win every query (python tests/bench.py buckets)."""
+    keys (N, d) are copied, bucket after bucket. Only the directions of centroids count. With their
+    lengths, the longest few would win every query (python tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
