@@ -210,7 +210,7 @@ class BucketedIndex:
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
         sample = keys[order[:SAMPLE * n_clusters].to(keys.device)].float()
         sample = F.normalize(sample.nan_to_num(0, 0, 0))        # one NaN would spoil all centroids
-        self.centroids = F.normalize(kmeans(sample, sample[:n_clusters])[0])     # (C, d)
+        self.centroids = F.normalize(kmeans(sample, sample[:n_clusters], 20)[0])     # (C, d)
         # To centroids of one length, the nearest is the one of largest dot product.
         bucket = nearest(keys, self.centroids)[1]
         # Of equal centroids, where many keys are equal, all but the first stay empty: left out.
