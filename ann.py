@@ -12,8 +12,7 @@ the query's own passage (passage -1 is nobody's) and scores that are not finite.
 left, the score is -inf and the id -1. Keys may be float32, float16 or bfloat16, and a numpy memory
 map; scores are float32. The fast searches and `fetch` have no gradient.
 
-The functions with which processes exchange data are at the end. Without an initialised process
-group, each of them does the same for the one process."""
+Without an initialised process group, the functions for several processes do the same for one."""
 from itertools import pairwise
 
 import torch
@@ -22,8 +21,7 @@ import torch.nn.functional as F
 
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    In float32 even where training computes in bfloat16, which would round a score of 50 by up to
-    0.125: attention weights are exponentials of scores."""
+    Attention weights are exponentials of scores; bfloat16 would round 50 by up to 0.125."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
@@ -56,57 +54,70 @@ NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
     queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
-
-    A tile contains the scores of some keys with all queries. A GPU takes the k best of each tile.
-    It is faster on a CPU to collect only the scores above a bar, which the first tile sets."""
+    On a CPU it is fastest to collect only the scores above a bar that is guessed from the first
+    keys. A query for which fewer than k scores are above it is searched again with a safe bar."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
-    best = plain_topk(queries, queries[:0], k)                      # k empty places per query
     if Q == 0 or k == 0 or N == 0:
-        return best
-    size = GPU_TILE if queries.is_cuda else CPU_TILE
-    later = max(512, size // max(Q, 64) // BLOCK * BLOCK)           # keys per tile
-    # The first tile may be larger: with more keys the bar is higher.
-    first = min(N, max(later, min(max(8192, N // 16), 16 * size // Q)))
-    memory = torch.empty((first + BLOCK) * Q, device=queries.device)
-    bar, found = None, []
-    for start, end in pairwise([0, *range(first, N, later), N]):
-        passage = None if query_passage is None else key_passage[start:end]
-        scores = tile_scores(queries, keys[start:end], query_passage, passage, memory)
-        if queries.is_cuda:
-            row = topk_rows(scores, min(k, len(scores)))
-            score, id = scores.gather(0, row).T, start + row.T
-            best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
-            continue
-        blocks = scores.view(BLOCK if start else block_size(len(scores), k), -1, Q)
-        maxima = block_maxima(blocks)
-        bar = just_below(maxima, k, dim=0) if start == 0 else bar
-        (j, block, query), score = high_scores(blocks, maxima, bar)
-        found.append((query, start + j * len(maxima) + block, score))
-        if end == N or sum(len(query) for query, _, _ in found) > Q * k:    # worth a higher bar
-            best = merge(best, *map(torch.cat, zip(*found)))
-            bar, found = bar.maximum(best[0][:, -1]), []
+        return plain_topk(queries, queries[:0], k)                  # k empty places per query
+    if queries.is_cuda:
+        return best_of_tiles(queries, keys, k, query_passage, key_passage)
+    # The first tile is larger, for a better guess, but below 32 MB, which malloc would not reuse.
+    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 3 * CPU_TILE // Q))
+    chance = k * min(1, first / N)      # how many of the k best it contains, in random order
+    rank = min(k, int(chance + 4 * chance ** 0.5 + 2))              # it rarely contains more
+    best = above_bar(queries, keys, k, rank, first, query_passage, key_passage)
+    few = (best[1][:, -1] < 0).nonzero()[:, 0]
+    if rank < k and len(few) > 0:
+        own = None if query_passage is None else query_passage[few]
+        best[0][few], best[1][few] = above_bar(queries[few], keys, k, k, first, own, key_passage)
     return best
 
-def tile_scores(queries, keys, query_passage, key_passage, memory):
-    """float32 scores (W, Q), a row per key: -inf for the query's own passage, and in rows that
-    are added to make W a multiple of BLOCK. memory: W x Q numbers or more, overwritten."""
-    W = len(keys) + -len(keys) % BLOCK
-    scores = memory[:W * len(queries)].view(W, -1)
-    keys = keys.to(queries.device, torch.float32)
-    torch.mm(keys, queries.float().T, out=scores[:len(keys)])       # with out=, never in bfloat16
-    scores[len(keys):] = -torch.inf
-    if query_passage is not None:
-        row = torch.isin(key_passage, query_passage).nonzero()[:, 0]
-        own = (key_passage[row, None] == query_passage) & (query_passage >= 0)
-        scores[row] = scores[row].masked_fill(own, -torch.inf)
-    return scores
+def above_bar(queries, keys, k, rank, first, query_passage, key_passage):
+    """The k best scores above each query's bar: the rank-th block maximum of the first tile.
+    With rank k the bar is safe: at least k scores reach it."""
+    Q, found = len(queries), []
+    for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
+        blocks = scores.view(BLOCK, -1, Q)
+        maxima = block_maxima(blocks)
+        if start == 0:
+            bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
+        (j, block, query), score = high_scores(blocks, maxima, bar)
+        found.append((query, start + j * len(maxima) + block, score))
+        if sum(len(query) for query, _, _ in found) > 4 * Q * k:    # worth a higher bar
+            score, id = merge(found, Q, k)
+            bar = bar.maximum(score[:, -1])
+            found = [(torch.arange(Q).repeat_interleave(k), id.flatten(), score.flatten())]
+    return merge(found, Q, k)
 
-def topk_rows(scores, k):
-    """The rows (k, Q) of the k largest in each column of (W, Q); of equal scores the upper rows.
-    All shapes are fixed, so the host never waits for a GPU. Sets NaN and inf to -inf."""
-    row = torch.arange(len(scores), device=scores.device)[:, None]
-    codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row
-    return codes.topk(k, 0, largest=False).values & 0x7FFFFFFF
+def tiles(queries, keys, first, size, query_passage, key_passage):
+    """Yields the number of a tile's first key and the tile's float32 scores (W, Q), a row per key.
+    The first tile has `first` keys, the next ones have about `size` scores. -inf is the score of
+    the query's own passage, and of rows added to make W a multiple of BLOCK."""
+    queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
+    memory = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
+    for start, end in pairwise([0, *range(first, N, later), N]):
+        rows = keys[start:end].to(queries.device, torch.float32)
+        W = len(rows) + -len(rows) % BLOCK
+        scores = memory[:W * Q].view(W, Q)
+        torch.mm(rows, queries.T, out=scores[:len(rows)])           # with out=, never in bfloat16
+        scores[len(rows):] = -torch.inf
+        if query_passage is not None:
+            passage = key_passage[start:end]
+            row = torch.isin(passage, query_passage).nonzero()[:, 0]
+            own = (passage[row, None] == query_passage) & (query_passage >= 0)
+            scores[row] = scores[row].masked_fill(own, -torch.inf)
+        yield start, scores
+
+def best_of_tiles(queries, keys, k, query_passage, key_passage):
+    """The k best of each tile and of those before it. The host never waits for the GPU."""
+    first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
+    for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
+        row = torch.arange(len(scores), device=scores.device)[:, None]
+        codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row    # no two are equal
+        row = codes.topk(min(k, len(scores)), 0, largest=False).values & 0x7FFFFFFF
+        score, id = scores.gather(0, row).T, start + row.T
+        best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
+    return best
 
 def falling(scores):
     """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
@@ -116,10 +127,6 @@ def falling(scores):
 
 # ---- the scores above a bar
 
-def block_size(n_scores, n):
-    """The largest block size that divides n_scores into at least 2n blocks, or 1."""
-    return next((size for size in (BLOCK, 8, 4, 2) if n_scores >= 2 * n * size), 1)
-
 def block_maxima(blocks):
     """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
     maxima = blocks.amax(0)
@@ -128,7 +135,7 @@ def block_maxima(blocks):
 
 def just_below(maxima, n, dim):
     """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
-    bar = maxima.topk(min(n, maxima.shape[dim]), dim).values.select(dim, -1)
+    bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 
 def high_scores(blocks, maxima, bar):
@@ -136,27 +143,24 @@ def high_scores(blocks, maxima, bar):
     positions, three tensors (F,), and the scores (F,). Skips blocks with maxima below the bar."""
     block = (maxima > bar).flatten().nonzero()[:, 0]
     a, b = block // maxima.shape[1], block % maxima.shape[1]
-    if blocks.is_contiguous():                                      # the same result, faster
-        found = blocks.flatten(1).index_select(1, block)
-    else:
-        found = blocks[:, a, b]                                     # (size, blocks found)
+    # The scores of the found blocks; index_select is faster.
+    found = blocks.flatten(1).index_select(1, block) if blocks.is_contiguous() else blocks[:, a, b]
     high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
     j, i = high // len(block), high % len(block)
-    return (j, a[i], b[i]), found.flatten()[high]
+    return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)
 
-def merge(best, query, id, score):
-    """The k best of each query among `best` (scores, ids, each (Q, k)) and F more scores.
-    query, id, score (F,). Equal scores of a query have rising ids, all above those in `best`."""
-    (Q, k), device = best[0].shape, score.device
-    every = torch.arange(Q, device=device).repeat_interleave(k)
-    query, score, id = (torch.cat([x.flatten(), y])
-                        for x, y in ((every, query), (best[0], score), (best[1], id)))
-    # One sort of integers orders by query, then by falling score.
-    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices
-    count = torch.bincount(query, minlength=Q)
-    first = (count.cumsum(0) - count)[:, None]
-    chosen = order[first + torch.arange(k, device=device)]          # (Q, k)
-    return score[chosen], id[chosen].masked_fill(score[chosen] == -torch.inf, -1)
+def merge(found, Q, k):
+    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,), in
+    which equal scores of a query have rising ids."""
+    query, id, score = map(torch.cat, zip(*found))
+    if len(query) == 0:
+        return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
+    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices    # by query, then score
+    count = torch.bincount(query, minlength=Q)[:, None]
+    nth = torch.arange(k, device=score.device)
+    chosen = order[(count.cumsum(0) - count + nth).clamp(max=len(order) - 1)]      # (Q, k)
+    score = score[chosen].masked_fill(nth >= count, -torch.inf)
+    return score, id[chosen].masked_fill(score == -torch.inf, -1)
 
 # ---- k-means and buckets
 
@@ -199,15 +203,14 @@ def kmeans(points, init, n_iters=10):
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
-    keys (N, d) are copied, bucket after bucket. k-means runs on keys of unit length, and buckets of
-    keys and queries are chosen by the dot product with the centroids' directions. With their
+    keys (N, d) are copied, bucket after bucket. Only the directions of centroids count. With their
     lengths, the longest few would win every query (python tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
         sample = keys[order[:SAMPLE * n_clusters].to(keys.device)].float()
         sample = F.normalize(sample.nan_to_num(0, 0, 0))        # one NaN would spoil all centroids
-        self.centroids = F.normalize(kmeans(sample, sample[:n_clusters])[0])     # (C, d)
+        self.centroids = F.normalize(kmeans(sample, sample[:n_clusters], 20)[0])     # (C, d)
         # To centroids of one length, the nearest is the one of largest dot product.
         bucket = nearest(keys, self.centroids)[1]
         # Of equal centroids, where many keys are equal, all but the first stay empty: left out.
@@ -225,19 +228,16 @@ class BucketedIndex:
     def search(self, queries, k, n_search, query_passage=None):
         """The k best keys in the n_search best buckets of each query (Q, d): scores, ids (Q, k)."""
         Q, device = len(queries), queries.device
-        best = plain_topk(queries, queries[:0], k)               # k empty places per query
         n_search = min(n_search, len(self.keys))
         if Q == 0 or k == 0 or n_search == 0:
-            return best
+            return plain_topk(queries, queries[:0], k)           # k empty places per query
         probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A row of scores per query: the keys of its first bucket, then of its second, … A row is as
-        # wide as the longest, rounded up to whole blocks, and -inf where there is no key.
+        # A row of scores per query: the keys of its first bucket, then of its second, …, then -inf.
         count = self.count[probed].view(Q, n_search)
         width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
         scores = torch.full((Q * width,), -torch.inf, device=device)
-        # Where the scores of each (query, bucket) begin in `scores`: (Q * n_search,), rising.
         row = torch.arange(Q, device=device)[:, None] * width
-        begin = (row + count.cumsum(1) - count).flatten()
+        begin = (row + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
         # Bucket after bucket, so that its keys are read once for all queries that ask for it.
         order = probed.argsort(stable=True)
         buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
@@ -248,9 +248,9 @@ class BucketedIndex:
             keys = self.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
         n = k + self.largest            # enough after the own passage's keys are discarded below
-        blocks = scores.view(Q, block_size(width, n), -1).transpose(0, 1)
-        maxima = block_maxima(blocks)                           # (Q, width / size)
-        bar = just_below(maxima, n, dim=1)
+        blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
+        maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
+        bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)
         (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
         # Back from a place in `scores` to its bucket, and from the place inside it to the key.
         place = query * width + j * maxima.shape[1] + block     # (F,)
@@ -260,7 +260,7 @@ class BucketedIndex:
             own = (query_passage[query] == self.passage[id]) & (query_passage[query] >= 0)
             score = score.masked_fill(own, -torch.inf)
         order = id.argsort()
-        return merge(best, query[order], id[order], score[order])
+        return merge([(query[order], id[order], score[order])], Q, k)
 
 # ---- several processes
 

@@ -83,15 +83,18 @@ def test_the_path_for_gpus_finds_what_a_full_sort_finds(Q, N, k, monkeypatch):
         found = ann.exact_topk(queries.as_subclass(AsOnGpu), keys, k, query_passage, key_passage)
         assert all(torch.equal(x.as_subclass(torch.Tensor), y) for x, y in zip(found, expected))
 
-@pytest.mark.parametrize("order", ["as made", "rising", "equal"])
+@pytest.mark.parametrize("order", ["as made", "rising", "falling", "equal"])
 def test_several_tiles_find_what_one_does_in_any_order(order, monkeypatch):
+    """In falling order the k best are in the first tile, so that the bar guessed from it is too high."""
     queries, keys, query_passage, key_passage = small_integers(30, 20000)
     if order != "as made":
-        keys = keys[keys.sum(1).argsort()] if order == "rising" else torch.ones_like(keys)
+        rising = keys[keys.sum(1).argsort()]
+        keys = {"rising": rising, "falling": rising.flip(0), "equal": torch.ones_like(keys)}[order]
         queries = queries.abs()
-    monkeypatch.setattr(ann, "CPU_TILE", 2 ** 15)
-    check(ann.exact_topk(queries, keys, 40, query_passage, key_passage),
-          brute_force(queries, keys, 40, query_passage, key_passage))
+    for k, tile in ((40, 2 ** 18), (40, 2 ** 15), (1500, 2 ** 15)):
+        monkeypatch.setattr(ann, "CPU_TILE", tile)
+        check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
+              brute_force(queries, keys, k, query_passage, key_passage))
 
 def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     queries, keys, _, _ = small_integers(20, 10000)
