@@ -925,8 +925,8 @@ PRESETS = {
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
         k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
         memory_dtype="float32", beta2=0.98,
-        hidden=96, n_heads=3, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.66, own_values=1, fit_passages=768, lower_lr_scale=0.1,
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
+        init_std=0.05, memory_from=0.63, own_values=1, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
             "batch-tome": Schedule(1600, 2.5e-3, 100, 64), "tome": Schedule(400, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64),
