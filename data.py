@@ -1142,6 +1142,10 @@ class Corpus:
         first, stop = self.text_at[p]
         text, title = self.text[first:stop].tobytes().decode(), self.titles[self.article[p]]
         left, right = text[max(0, start - width):start], text[end:end + width]
+        if start > width:
+            left = "…" + left[left.find(" ") + 1:]              # no part of a word
+        if end + width < len(text):
+            right = right[:right.rfind(" ") + 1] + "…"
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
 class CorpusWriter:

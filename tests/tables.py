@@ -301,7 +301,7 @@ def attention_by_name(folder, second, n=1000):
     first name, a mention does not count; nor do those that stand beside both names."""
     run, tome, memory = training.open_run(folder)
     corpus, first = run.corpus, run.corpus.entity_names
-    shown = [corpus.show_mention(m, 0).rpartition("[")[2][:-1] for m in
+    shown = [corpus.show_mention(m, 0).rpartition("[")[2].partition("]")[0] for m in
              range(len(corpus.mention_entity))]
     is_second = np.array([text == second.get(first[e])
                           for text, e in zip(shown, corpus.mention_entity)])

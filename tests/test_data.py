@@ -544,6 +544,8 @@ def test_the_corpus_on_disk_holds_what_a_plain_loop_over_the_file_finds(tmp_path
             assert tokens[start + 1:end] == tokenizer.encode(text[a:b], add_special_tokens=False).tokens
             shown = corpus.show_mention(m)
             assert f"[{text[a:b]}]" in shown and shown.startswith(f"{title}: ")
+            assert set(re.findall(r"\S+", re.sub(r"[][…]", " ", corpus.show_mention(m, 20)))) <= \
+                set(re.findall(r"\S+", re.sub(r"[][…]", " ", f"{title}: {text[:a]} {text[a:b]} {text[b:]}")))
             mentions[title, text[a:b], entity] += 1
             counted[entity] += bool(entity) and not corpus.held_out[p]
     expected, n_read = Counter(), 0
