@@ -1,18 +1,18 @@
-"""Search in the mention memory (§2.2.2, app. C): the k keys of largest dot product with a query.
+"""Search in the mention memory (§2.2.2, app. C): the k keys with the largest dot products.
 
     queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (TopMem(Query(m)), eq. 7)
     plain_topk       the definition; it holds all Q x N scores
     exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
     BucketedIndex    keys in k-means buckets; a query searches its n_search best ones (app. C.1.2)
-    sharded_topk     each process searches its own keys for everybody's queries (app. C.1)
+    sharded_topk     each process searches its own keys for the queries of all processes (app. C.1)
     fetch            requests the chosen rows from the processes that hold them
 
-All searches return scores by falling value, and equal scores by rising id. They exclude the keys of
-the query's own passage (passage -1 is nobody's) and scores that are not finite. Where nothing is
-left, the score is -inf and the id -1. Keys may be float32, float16 or bfloat16, and a numpy memory
-map; scores are float32. The fast searches and `fetch` have no gradient.
+All searches return scores in descending order, and ties in ascending order of id. They exclude keys
+from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
+fewer than k keys remain, the rest have score -inf and id -1. Keys may be float32, float16 or
+bfloat16, also numpy memory maps; scores are float32. Only plain_topk has a gradient.
 
-Without an initialised process group, the functions for several processes do the same for one."""
+The functions for several processes also work in a single one without a process group."""
 from itertools import pairwise
 
 import torch
@@ -26,7 +26,7 @@ def dot(queries, keys):
         return queries.float() @ keys.float().mT
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The definition of what the searches below find. Arguments as exact_topk's."""
+    """The definition of what the searches below find. It takes the arguments of exact_topk."""
     scores = dot(queries, torch.as_tensor(keys))                             # (Q, N)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     if query_passage is not None:
@@ -35,7 +35,7 @@ def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
 
 def best_of(scores, ids, k):
-    """The k best of each row (Q, n); equal scores keep their order. Fills up with -inf and -1."""
+    """The k best of each row (Q, n); ties keep their order. Missing places get -inf and -1."""
     missing = max(0, k - scores.shape[1])
     scores = F.pad(scores, (0, missing), value=-torch.inf)
     ids = F.pad(ids, (0, missing), value=-1)
@@ -54,8 +54,9 @@ NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
     queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
-    On a CPU it is fastest to collect only the scores above a bar that is guessed from the first
-    keys. A query for which fewer than k scores are above it is searched again with a safe bar."""
+
+    A CPU collects only the scores above a bar, which it guesses from the first keys. If a query has
+    fewer than k scores above its bar, it is searched again with a safe bar."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
     if Q == 0 or k == 0 or N == 0:
         return plain_topk(queries, queries[:0], k)                  # k empty places per query
@@ -90,9 +91,9 @@ def above_bar(queries, keys, k, rank, first, query_passage, key_passage):
     return merge(found, Q, k)
 
 def tiles(queries, keys, first, size, query_passage, key_passage):
-    """Yields the number of a tile's first key and the tile's float32 scores (W, Q), a row per key.
-    The first tile has `first` keys, the next ones have about `size` scores. -inf is the score of
-    the query's own passage, and of rows added to make W a multiple of BLOCK."""
+    """Yields the number of each tile's first key, and its float32 scores (W, Q), one row per key.
+    The first tile has `first` keys, the next ones have about `size` scores. Keys of the query's own
+    passage score -inf, as do the rows added to make W a multiple of BLOCK."""
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
     memory = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
@@ -109,7 +110,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """The k best of each tile and of those before it. The host never waits for the GPU."""
+    """exact_topk on a GPU: merges the k best of each tile. The host never waits for the GPU."""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -134,7 +135,7 @@ def block_maxima(blocks):
     return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
 
 def just_below(maxima, n, dim):
-    """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
+    """The next number below the n-th largest along dim, or below the smallest if fewer than n."""
     bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 
@@ -150,8 +151,8 @@ def high_scores(blocks, maxima, bar):
     return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)
 
 def merge(found, Q, k):
-    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,), in
-    which equal scores of a query have rising ids."""
+    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,).
+    Ties of a query must come in order of id."""
     query, id, score = map(torch.cat, zip(*found))
     if len(query) == 0:
         return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
@@ -178,8 +179,8 @@ def nearest(points, centroids):
     return distance, cluster
 
 def assign(points, centroids):
-    """Each point's nearest centroid (N,). A centroid without points is moved onto the point that is
-    farthest from its own centroid, among points that are not alone there. Changes `centroids`."""
+    """Each point's nearest centroid (N,). A centroid without points moves to the point farthest
+    from its own centroid, among points that share theirs with others. Changes `centroids`."""
     distance, cluster = nearest(points, centroids)
     for empty in (torch.bincount(cluster, minlength=len(centroids)) == 0).nonzero()[:, 0].tolist():
         alone = torch.bincount(cluster)[cluster] == 1
@@ -195,7 +196,7 @@ def kmeans(points, init, n_iters=10):
     centroids = init.float().clone()
     cluster = assign(points, centroids)
     for _ in range(n_iters):
-        # A GPU adds in no fixed order. Summed in float64, the difference is lost in the rounding.
+        # A GPU adds in no fixed order. In float64 the differences vanish when the sum is rounded.
         total = torch.zeros_like(centroids).double().index_add_(0, cluster, points.double())
         centroids = (total / torch.bincount(cluster)[:, None]).float()
         cluster = assign(points, centroids)
@@ -203,21 +204,21 @@ def kmeans(points, init, n_iters=10):
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
-    keys (N, d) are copied, bucket after bucket. Only the directions of centroids count. With their
-    lengths, the longest few would win every query (python tests/bench.py buckets)."""
+    keys (N, d) are copied, bucket by bucket. Centroids have unit length. Otherwise the few longest
+    would win every query (python tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
         sample = keys[order[:SAMPLE * n_clusters].to(keys.device)].float()
         sample = F.normalize(sample.nan_to_num(0, 0, 0))        # one NaN would spoil all centroids
         self.centroids = F.normalize(kmeans(sample, sample[:n_clusters], 20)[0])     # (C, d)
-        # To centroids of one length, the nearest is the one of largest dot product.
+        # Since all centroids have the same length, the nearest has the largest dot product.
         bucket = nearest(keys, self.centroids)[1]
-        # Of equal centroids, where many keys are equal, all but the first stay empty: left out.
+        # If many keys are equal, so are some centroids. Only the first gets keys; drop the rest.
         used, bucket = bucket.unique(return_inverse=True)
         self.centroids, self.count = self.centroids[used], torch.bincount(bucket)  # (C, d), (C,)
         self.start = self.count.cumsum(0) - self.count
-        self.id = bucket.argsort(stable=True)                   # (N,) bucket after bucket
+        self.id = bucket.argsort(stable=True)                   # (N,) bucket by bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
         # An upper bound on how many of the best keys must be discarded as the query's own.
@@ -232,13 +233,13 @@ class BucketedIndex:
         if Q == 0 or k == 0 or n_search == 0:
             return plain_topk(queries, queries[:0], k)           # k empty places per query
         probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # A row of scores per query: the keys of its first bucket, then of its second, …, then -inf.
+        # One row of scores per query: the keys of its first bucket, of its second, …, then -inf.
         count = self.count[probed].view(Q, n_search)
         width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
         scores = torch.full((Q * width,), -torch.inf, device=device)
         row = torch.arange(Q, device=device)[:, None] * width
         begin = (row + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
-        # Bucket after bucket, so that its keys are read once for all queries that ask for it.
+        # Go bucket by bucket, so that a bucket's keys are read once for all queries that search it.
         order = probed.argsort(stable=True)
         buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
         places = begin[order, None].split(n_asking)
@@ -252,7 +253,7 @@ class BucketedIndex:
         maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
         bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)
         (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
-        # Back from a place in `scores` to its bucket, and from the place inside it to the key.
+        # Map each place in `scores` back to its bucket, and the place in the bucket to a key.
         place = query * width + j * maxima.shape[1] + block     # (F,)
         pair = torch.searchsorted(begin, place, right=True) - 1
         id = self.id[self.start[probed[pair]] + place - begin[pair]]
@@ -269,7 +270,7 @@ def rank_and_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def barrier():
-    """Waits until all processes are here."""
+    """Waits until all processes have reached this point."""
     if rank_and_size()[1] > 1:
         dist.barrier()
 
@@ -281,13 +282,13 @@ def sum_over_processes(x, device="cpu"):
     return x
 
 def copy_from_first(parameters):
-    """Sets the parameters of all processes to the first one's."""
+    """Copies the parameters of the first process to all others."""
     if rank_and_size()[1] > 1:
         for parameter in parameters:
             dist.broadcast(parameter.data, 0)
 
 def sum_gradients(parameters):
-    """Adds up the gradients of all processes, as one message. Every loss is this process's share of
+    """Sums the gradients of all processes, in one message. Every loss is this process's share of
     a mean over all processes, so the sum is the gradient of the whole batch."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if rank_and_size()[1] > 1 and grads:
@@ -296,13 +297,13 @@ def sum_gradients(parameters):
         torch.nn.utils.vector_to_parameters(flat, grads)
 
 def gather_counts(n, device):
-    """n of every process, a number or a tensor of numbers, as a list."""
+    """A list of the values of n in all processes. n: a number or a tensor of numbers."""
     n = torch.as_tensor(n, device=device)
     return (AllGather.apply(n) if rank_and_size()[1] > 1 else n[None]).tolist()
 
 class AllGather(torch.autograd.Function):
-    """x of every process, all of one shape: (processes, *x.shape). A process gets the sum of the
-    gradients that all have for its x. torch.distributed.nn.functional.all_gather is deprecated."""
+    """The x of every process (all of the same shape), stacked: (processes, *x.shape). Backward, all
+    gradients of an x are summed. (torch.distributed.nn.functional.all_gather is deprecated.)"""
     @staticmethod
     def forward(ctx, x):
         parts = x.new_empty(dist.get_world_size(), *x.shape)
@@ -316,8 +317,8 @@ class AllGather(torch.autograd.Function):
         return received.sum(0)
 
 def gather(x):
-    """x (n, …) of all processes, one after the other: (sum of n, …). n may differ and be 0.
-    Differentiable: a row's gradient is the sum of what all processes have for it."""
+    """The x (n, …) of all processes, concatenated: (sum of n, …). n may differ and may be 0.
+    Differentiable: the gradient of a row is summed over all processes."""
     if rank_and_size()[1] == 1:
         return x
     counts = gather_counts(len(x), x.device)
@@ -338,7 +339,7 @@ QUERIES = 2048          # queries that sharded_topk passes to a search at a time
 
 @torch.no_grad()
 def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
-    """For each query of this process, the k best of every shard's k_shard best (app. C.1).
+    """For each query of this process, the k best among the k_shard best of each shard (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
     of each process. Returns scores, ids (Q, k); ids number the rows of all shards in turn. Exact if
@@ -368,7 +369,7 @@ def fetch(ids, tables):
         return filled
     filled = [table.new_zeros(*ids.shape, *table.shape[1:]) for table in tables]
     first = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
-    requests, inverse = ids[found].unique(return_inverse=True)         # sorted, so by process
+    requests, inverse = ids[found].unique(return_inverse=True)      # sorted: grouped by process
     owner = torch.searchsorted(first, requests, right=True) - 1
     counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who asks][whom]
     asked_by_us, asked_of_us = counts[rank], [row[rank] for row in counts]
