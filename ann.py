@@ -87,7 +87,8 @@ def above_bar(queries, keys, k, rank, first, query_passage, key_passage):
         if sum(len(query) for query, _, _ in found) > 4 * Q * k:    # worth a higher bar
             score, id = merge(found, Q, k)
             bar = bar.maximum(score[:, -1])
-            found = [(torch.arange(Q).repeat_interleave(k), id.flatten(), score.flatten())]
+            query = torch.arange(Q, device=bar.device).repeat_interleave(k)
+            found = [(query, id.flatten(), score.flatten())]
     return merge(found, Q, k)
 
 def tiles(queries, keys, first, size, query_passage, key_passage):

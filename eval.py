@@ -503,7 +503,7 @@ def parse_arguments(argv):
     add("--examples", metavar="FILE", help="examples to evaluate on (default: the toy world's)")
     add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
     add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is one")
     add("--plot", metavar="FILE.png", help="draw training and the use of the memory; with --show "
         "or --ask what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument

@@ -236,8 +236,8 @@ def linked_spans(model, batches):
         whole, _ = model.tome(batch.unmasked, batch.attention_mask)
         linked = batch.entity > 0
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
-        spans = [torch.cat([x[row, start], x[row, end]], 1).double() for x in (H0, H, whole)]
-        rows.append((*spans, batch.entity[linked]))
+        spans = [torch.cat([x[row, start], x[row, end]], 1).cpu() for x in (H0, H, whole)]
+        rows.append((*(x.double() for x in spans), batch.entity[linked].cpu()))
     return map(torch.cat, zip(*rows))
 
 def fit_keys(layer, X, self_score):
@@ -249,7 +249,7 @@ def fit_keys(layer, X, self_score):
     n = min(len(layer.weight), len(variance))
     # The added term keeps directions with almost no variance from being scaled up.
     deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
-    W = torch.zeros_like(layer.weight, dtype=torch.double)                      # (d_K, 2 hidden)
+    W = X.new_zeros(layer.weight.shape)                                         # (d_K, 2 hidden)
     W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
     layer.weight.copy_(W)
     layer.bias.copy_(-W @ mean)

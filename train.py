@@ -1539,10 +1539,11 @@ def say_figures(figures, place=""):
 
 def choose_device(name=None):
     """The torch.device of --device; with several processes, a GPU for each. Raises UserError."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this PyTorch sees no CUDA device; leave --device out")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not is_there.get(name, True):
+        raise UserError(f"--device {name}: this PyTorch sees no such device; leave --device out")
+    if name == "mps" or name == "cpu" or not is_there["cuda"]:
+        return torch.device(name or "cpu")
     index, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= n:
         raise UserError(f"this machine has {n} GPUs: start {n} processes, or give --device cpu")
@@ -1586,7 +1587,7 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
-        "device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is one"},
+        "device": {"choices": ("cpu", "cuda", "mps"), "help": "default: cuda if there is one"},
         "quiet": {"action": "store_true", "help": "no report at the end"}},
     "a new run; in an existing folder these may be left out": {
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
