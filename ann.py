@@ -45,7 +45,7 @@ def best_of(scores, ids, k):
 
 # ---- exact search
 
-BLOCK = 16              # scores per block; only blocks with a high maximum are searched further
+BLOCK = 16          # scores per block, at equal distances; those with low maxima are skipped
 CPU_TILE = 2 ** 21      # scores computed at a time, so that they stay in the cache
 GPU_TILE = 2 ** 27      # on a GPU: few, large kernels
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
@@ -64,8 +64,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
     # The first tile is larger, for a better guess, but below 32 MB, which malloc would not reuse.
     first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 3 * CPU_TILE // Q))
-    chance = k * min(1, first / N)      # how many of the k best it contains, in random order
-    rank = min(k, int(chance + 4 * chance ** 0.5 + 2))              # it rarely contains more
+    chance = k * min(1, first / N)      # expected number of the k best in it, in random order
+    rank = min(k, int(chance + 4 * chance ** 0.5 + 2))      # so the bar is rarely above the k-th
     best = above_bar(queries, keys, k, rank, first, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
     if rank < k and len(few) > 0:
@@ -101,7 +101,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         rows = keys[start:end].to(queries.device, torch.float32)
         W = len(rows) + -len(rows) % BLOCK
         scores = memory[:W * Q].view(W, Q)
-        torch.mm(rows, queries.T, out=scores[:len(rows)])           # with out=, never in bfloat16
+        torch.mm(rows, queries.T, out=scores[:len(rows)])           # autocast skips calls with out=
         scores[len(rows):] = -torch.inf
         if query_passage is not None:
             passage = key_passage[start:end]
@@ -111,7 +111,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges the k best of each tile. The host never waits for the GPU."""
+    """exact_topk on a GPU: merges the k best of each tile. Only nonzero in tiles waits for it."""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -222,7 +222,7 @@ class BucketedIndex:
         self.id = bucket.argsort(stable=True)                   # (N,) bucket by bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        # An upper bound on how many of the best keys must be discarded as the query's own.
+        # The size of the largest passage: at most so many found keys are the query's own.
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
         self.largest = max(sizes, default=0)
 

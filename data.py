@@ -94,7 +94,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches
 
-# `corpus`, in all files, is a Corpus (class Corpus, below): P tokenised passages, M mentions.
+# A Corpus (below): P passages, M mentions; passage(p), passage_entities(p), passage_of(mentions).
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -197,7 +197,7 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
             also = np.isin(pair, pair[chosen]) & (batch.entity.numpy() > 0)
             chosen = np.union1d(chosen, np.flatnonzero(also))
         is_target |= np.isin(inside_mentions(batch), chosen)
-    # Of the tokens to predict, 80% become [MASK], 10% a random word, and 10% stay as they are.
+    # Of these tokens, also inside mentions, 80% become [MASK], 10% a random word, 10% stay.
     fate = rng.random(is_target.sum())
     other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
     read = tokens.copy()
@@ -236,8 +236,8 @@ def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
     Only the last cluster can be smaller. Clustering takes quadratic time, so more than POOL
-    articles are divided into random pools. Each pool is clustered by itself, and the passages of
-    its unfilled cluster are divided again."""
+    (or 2 * size) articles are divided into random pools, each clustered by itself. The unfilled
+    clusters, less than `size` per pool, are divided again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -321,7 +321,7 @@ def encode_start(tokenizer, text, n_tokens):
     for length in (8 * n_tokens, 1_000_000):
         encoding = tokenizer.encode(text[:length], add_special_tokens=False)
         words = encoding.word_ids
-        # A cut changes only the tokens of the word that it cuts.
+        # A cut changes only the last word's tokens, so they do not count.
         if length >= len(text) or len(words) - words.count((words or [0])[-1]) >= n_tokens:
             break
     return encoding
@@ -335,7 +335,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # Mentions that overlap the first passage end within the second, or fit into no passage.
+        # encode_text needs all of an overlapping mention: it ends in passage 2, or fits in none.
         encoding = encode_start(tokenizer, example.text, 3 * max_length)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -520,7 +520,7 @@ def toy_examples(rng, asked, limit) -> dict:
     """{"qa": lines, "claims": lines}: at most `limit` of each, about facts in random order.
 
     limit: None = about all facts, with both phrases of a relation, so that the training examples
-    are harder to memorise. Claims come in pairs, so they are about half as many facts."""
+    are harder to memorise. Two claims share a fact, so limit / 2 facts have claims."""
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])

@@ -21,7 +21,7 @@ from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
     """A dataclass field that is also a flag of train.py. allowed: allowed values, or (minimum,
-    maximum). text: the help text. since: the first stage whose result depends on the setting."""
+    maximum). text: the help text. since: no stage before this one depends on the setting."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
@@ -47,17 +47,17 @@ class Config:
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
-    k_answer_shard: int = setting(32, (1, 10**6), "memories that each process offers", "tome")
+    k_answer_shard: int = setting(32, (1, 10**6), "… that each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of the baselines' EntityTable
+    n_entities: int = 0         # rows of the EntityTable, which eq. 10 searches in both baselines
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "type of matrix products; float32 is used where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. A single layer cannot be halved, so each block of
-        TOME-2 then has two (tome.split_into_blocks)."""
+        """Transformer layers in a TOMEBlock. TOME-2 needs an even n_upper (train.py checks), or
+        1: each of its blocks then has two (tome.split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):
@@ -125,8 +125,8 @@ class Packing:
     """Leaves padding out of the computation: (B, T, C) <-> (n, C).
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows, one per token. Computing the padding, with pack(x) = x.flatten(0, 1), would be slower.
-    Some padding is kept to make n a multiple of 128, since oneDNN compiles code for each new n."""
+    rows, one per token. (A simpler pack, x.flatten(0, 1), would compute the padding too.) Some
+    padding is kept to make n a multiple of 128, since oneDNN compiles code for each new n."""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)

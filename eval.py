@@ -4,7 +4,7 @@
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
 An accuracy alone says little about a memory. So the report compares the accuracy with the whole
-memory ("memory"; in the log of training "tokens") with these controls:
+memory ("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl) with these controls:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values
@@ -237,11 +237,11 @@ def figures_of(run, tome, memory, task, examples):
     for name, (rows, options) in controls.items():
         values[name] = [item.is_correct for item in measure(rows, progress=name, **options)]
     if task == "qa" and not run.is_baseline:
-        # A passage contains several of TOME's memories, which favours BM25 (app. B.4).
+        # 20 passages contain more mentions than TOME's 20 memories, which favours BM25 (app. B.4).
         texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
         queries = [Query(text, answers, []) for text, answers in zip(texts, known)]
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
-        values["bm25_recall@20"] = ranks < np.inf       # only the 20 best passages vote
+        values["bm25_recall@20"] = ranks < np.inf       # linked anywhere in the 20 best passages
     truths = [set(e.answers) if task == "qa" else {e.label} for e in examples]
     names, counts = np.unique([truth for each in truths for truth in each], return_counts=True)
     values["majority"] = [names[counts.argmax()] in truth for truth in truths]

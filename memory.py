@@ -27,7 +27,7 @@ import ann
 import data                     # its Corpus, its Batch, and functions for files
 from encoder import SpanEncodingLayer, low_precision
 
-PASSAGES_PER_SHARD = 8192
+PASSAGES_PER_SHARD = 8192       # shard of files (below); in ann.py: the rows of one process
 BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
@@ -78,9 +78,9 @@ class OwnValues:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
-    value for each entity in place of the mention memory. (In the original one vector serves as
-    both, but that learned less here.) For an entity that training never names, the table can only
-    learn that it is never the answer. Row 0: no entity."""
+    value per entity, not per mention (one vector for both, as in the original, learned less here).
+    With --memory none only eq. 10 uses it. For an entity that training never names, the table can
+    only learn that it is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -148,11 +148,11 @@ class MentionMemory:
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
-        """A uniform sample by passage (§4.1: 38M of 150M mentions): a passage is kept as a whole or
-        left out. sample(0) is the emptied memory."""
+        """A uniform sample by passage (§4.1 samples mentions, 38M of 150M): a passage is kept as a
+        whole or left out. sample(0) is the emptied memory."""
         if fraction >= 1:
             return self
-        n = int(self.passage.max()) + 1 if len(self) else 0
+        n = int(self.passage.max()) + 1 if len(self) else 0     # short draws begin long ones
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 

@@ -52,7 +52,7 @@ class TOME(nn.Module):
         self.mlm = MLMHead(config)
         self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)    # z of eq. 10
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
-        self.entities = EntityTable(config) if config.n_entities else None  # in the baselines
+        self.entities = EntityTable(config) if config.n_entities else None  # both baselines
         self.apply(lambda module: init_weights(module, config.init_std))
 
     def forward_initial(self, tokens, attention_mask):
@@ -194,8 +194,8 @@ def retrieve_answer(tome, H, batch, memory, asked):
 # ---- Initial weights -----------------------------------------------------------------------------
 # A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
 # toy and mini train BATCH-TOME in three parts; preset base, with a million steps, has only part 3.
-# 1. Reading practice, without retrieval: MLM and coreference train [E_start] and [E_end] to encode
-#    their mention. In toy, each mention gets its own value, so that the layers above learn to read
+# 1. Before retrieval: MLM and coreference train [E_start] and [E_end] to encode their mention. Toy
+#    adds reading practice: each mention gets its own value, so that the layers above learn to read
 #    values (memory.OwnValues).
 # 2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
 # 3. Memory on: each mention attends to the other passages of the batch, as in the paper.
@@ -215,8 +215,8 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score bounds the mean score of a key with itself; e^20 outweighs thousands of keys with
-    score 0. (Random layers find nothing, since [H_s; H_e] is similar for all mentions.)"""
+    self_score: the mean score of a query with its target, at most that of a key with itself; e^20
+    outweighs thousands of zeros. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return

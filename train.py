@@ -68,7 +68,7 @@ class Settings:
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of a vocabulary trained here", "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "fraction of entities that are held out", "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "part of entities with all passages held out", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
@@ -81,8 +81,8 @@ class Settings:
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
-    # The paper has none of these: batch-tome with the memory off until fit_retrieval sets the
-    # retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
+    # Up to cloze_weight, not in the paper: batch-tome without memory until fit_retrieval sets
+    # the retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "part of batch-tome's steps before fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
@@ -137,14 +137,14 @@ class Plan(Schedule):
 def endless(order):
     """at(step, n): the n items of a step from order(0), order(1), … concatenated. order(epoch) is
     an array, always of the same length. Items depend only on the step, so no position is saved."""
-    order = lru_cache(maxsize=3)(order)     # order(0), for its length, and a step's one or two
+    order = lru_cache(maxsize=3)(order)     # epoch 0, for its length, and the step's epochs
     def at(step, n):
         length = len(order(0))
         return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
     return at
 
 # Random streams [seed, number, …]. 1: masks of batch-tome. 2, 3: order and masks of tome. 4, 5:
-# order of examples and of clozes. 6: which entity a cloze masks. 7: masks of the fit.
+# order of examples and of clozes. 6: cloze entities. 7: masks of the fit. clusters: [seed, epoch].
 
 def epochs_of(run, number, items):
     """Epochs of these items in random order. number: the random stream."""
@@ -261,7 +261,7 @@ class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
-        if run.is_baseline:             # its tome stage includes the steps of batch-tome
+        if run.is_baseline:             # its plan includes the steps of batch-tome (stage_plan)
             batch_tome = new_batch_tome(run, run.seed)
         else:
             batch_tome = load_model(run, "batch-tome")
@@ -287,8 +287,8 @@ class TOMEStage:
 
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
-        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve;
-        the paper does not mention this loss, but its code has it as "el_im_weight"."""
+        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve,
+        a loss that EaE always has; of the paper, only the code has it ("el_im_weight")."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -314,8 +314,8 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
 
     def losses(self, batch, step):
-        """In the first steps every linked mention is given memories, and only the layers above the
-        memory and the word embeddings (which the MLM head shares) are trained. Later a fraction of
+        """In the first steps every linked mention is given memories, and only W_U, the layers above
+        the memory and the word embeddings (shared by the MLM head) are trained. Later a fraction of
         the mentions is given memories, since otherwise the model forgets how to read them."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
@@ -330,7 +330,7 @@ class TeacherForcedTOMEStage(TOMEStage):
             logits = model.mlm_logits(H, batch.is_target)
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
         # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
-        # trained on it. TOME-1's query is made before anything is read, so it is always trained.
+        # trained on it. TOME-1's query (linking) is made before reading, so it is always trained.
         asked = torch.where(is_given, 0, batch.entity)
         linked = batch.entity if self.run.config.n_blocks == 1 else asked
         return self.weighted_losses(batch, H, asked, self.given.found, linked)
@@ -613,7 +613,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     mentions: corpus numbers, from data.eval_mentions. progress: the title of a progress bar.
     items: a MaskedMention for each mention. figures: for each of GROUPS a dictionary with
 
-    accuracy        the fraction of masked tokens predicted correctly
+    accuracy        of masked tokens; in the log "tokens", in the report "memory"
     entity          the fraction of masked mentions with is_named
     recall@20       … with is_recalled
     mass_masked     mean attention of the masked mentions
