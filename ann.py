@@ -55,8 +55,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
     queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
 
-    A CPU collects only the scores above a bar, which it guesses from the first keys. If a query has
-    fewer than k scores above its bar, it is searched again with a safe bar."""
+    On a CPU, only scores above a bar (a threshold guessed from the first keys) are collected. If a
+    query has fewer than k scores above its bar, it is searched again with a safe bar."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
     if Q == 0 or k == 0 or N == 0:
         return plain_topk(queries, queries[:0], k)                  # k empty places per query
@@ -181,7 +181,7 @@ def nearest(points, centroids):
 
 def assign(points, centroids):
     """Each point's nearest centroid (N,). A centroid without points moves to the point farthest
-    from its own centroid, among points that share theirs with others. Changes `centroids`."""
+    from its own centroid. A centroid's only point is never taken. Changes `centroids`."""
     distance, cluster = nearest(points, centroids)
     for empty in (torch.bincount(cluster, minlength=len(centroids)) == 0).nonzero()[:, 0].tolist():
         alone = torch.bincount(cluster)[cluster] == 1
@@ -249,7 +249,7 @@ class BucketedIndex:
         for b, askers, place in zip(buckets, asking, places):
             keys = self.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
-        n = k + self.largest            # enough after the own passage's keys are discarded below
+        n = k + self.largest            # leaves k after the query's own passage is excluded below
         blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
         maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
         bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)
@@ -329,7 +329,7 @@ def gather(x):
 
 def exchange(x, send, receive):
     """Sends the first send[0] rows of x to process 0, the next send[1] to process 1, …; returns the
-    rows received in the order of their senders: receive[0] of process 0, …"""
+    received rows in the order of their senders: receive[0] rows from process 0, …"""
     if rank_and_size()[1] == 1:
         return x
     received = x.new_empty(sum(receive), *x.shape[1:])
@@ -343,7 +343,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     """For each query of this process, the k best among the k_shard best of each shard (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
-    of each process. Returns scores, ids (Q, k); ids number the rows of all shards in turn. Exact if
+    of each process. Returns scores, ids (Q, k); an id is a row of all shards concatenated. Exact if
     k_shard = k. With k = k_shard × processes there is no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))

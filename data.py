@@ -262,9 +262,9 @@ def articles_with(keys) -> dict:
 def greedy_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages, made by greedily adding the most related article.
 
-    A cluster starts from the article with the most unused passages. Until it is full, the article
-    is added whose set of entities has the largest Jaccard similarity to the cluster's. Ties are
-    broken in favour of an article whose title shares a word with a title in the cluster (our
+    A cluster starts from the article with the most unused passages. Until the cluster is full, the
+    article whose set of entities has the largest Jaccard similarity to the cluster's is added. Ties
+    are broken in favour of an article whose title shares a word with a title in the cluster (our
     addition), then at random. Without this rule, names in a batch rarely look alike, and the model
     learns to read only one word of each."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -300,7 +300,7 @@ def greedy_clusters(corpus, size, seed, passages) -> list:
             joined |= entities[a]
             jaccard = n_shared / (n_entities + len(joined) - n_shared).clip(1) * (n_unused > 0)
             score = jaccard * (1 + 1e-9 * is_alike)
-            # If no article that is left shares an entity, the first of them is taken.
+            # If no remaining article shares an entity, the first one is taken.
             a = score.argmax() if score.any() else (n_unused > 0).argmax()
         clusters.append(np.array(cluster))
     return clusters
@@ -373,7 +373,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 
 # ---------------------------------------------------------------- the toy world
 
-# A made-up world of persons, cities, countries, companies and films, small enough to train on in
+# A made-up world of people, cities, countries, companies and films, small enough to train on in
 # minutes. A fact is a subject, a relation and an object: the film Silent Garden (subject) has the
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
@@ -419,8 +419,8 @@ def toy_world(seed=0) -> tuple:
 
     examples = {}
     for split, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
-        # Described facts are not asked for. The model would learn to answer from descriptions, and
-        # the other splits have none (tests/README.md, "Descriptions at the answer").
+        # No example asks about a described fact. Otherwise the model would learn to answer from
+        # descriptions, which other splits lack (tests/README.md, "Descriptions at the answer").
         plain = {fact: obj for fact, obj in splits[split].items() if fact not in described}
         one = toy_examples(rng, one_hop(plain), limit)
         two = toy_examples(rng, two_hops(splits[split], plain), limit)
@@ -814,7 +814,7 @@ def without_bracket(name) -> str:
 
 def name_index(names) -> dict:
     """First word -> number of words, largest first -> words -> name, for find_mentions. Names are
-    indexed without their bracket. If several are then equal, one that had no bracket counts."""
+    indexed without their bracket. If this makes names equal, one without a bracket is used."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
         words = tuple(split_words(without_bracket(name))[0])
@@ -847,7 +847,7 @@ def mention_finder(names):
         return how, lambda text: find_mentions(text, index)
 
     def noun_chunks(text):
-        """A chunk is linked to the entity whose name it contains, the last one if several."""
+        """A chunk is linked to the entity whose name it contains, or the last of several."""
         mentions = []
         for chunk in pipeline(text).noun_chunks:
             start, end = chunk.start_char, chunk.end_char
@@ -1173,7 +1173,7 @@ class CorpusWriter:
             for text in tqdm(read_corpus(path), "texts tokenised", leave=False, disable=None):
                 self.write_text(text)
         if self.counts["linked"] == n_linked:
-            raise UserError(f"{path}: no text, or no linked mention; a memory consists of these")
+            raise UserError(f"{path}: no text, or no linked mention to build a memory from")
         if self.replaced:
             passages = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
             with open(Path(self.folder, "replaced.bin"), "r+b") as file:
@@ -1459,8 +1459,8 @@ PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links an entity only once.
 
-    The page's own title is linked everywhere; the text and the target of a link are linked after
-    it. But a name that is not the whole title, "Einstein" or "Mercury", must not occur before its
+    The page's own title is linked everywhere. The text and the target of a link are also linked
+    later on the page. But a part of a title, "Einstein" or "Mercury", must not occur before its
     link, and a name that two entities share is linked only if one of them is the page's own."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
@@ -1631,8 +1631,8 @@ def check(path, preset="toy"):
     if not corpus.entity_count.any():
         print("There is nothing to train on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
-        print("There is nothing to evaluate: no held-out passage names an entity that another one "
-              'also names. Mark more texts with "split": "held_out".')
+        print("There is nothing to evaluate: no held-out passage names an entity that another "
+              'passage also names. Mark more texts with "split": "held_out".')
     print("Some mentions in brackets, and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
@@ -1684,7 +1684,7 @@ def main(arguments=None) -> int:
         out, read = options.get("out"), {os.path.realpath(path) for path in read}
         written = [out, out + ".tmp"] if out else []        # .tmp: write_file's
         if read.intersection(map(os.path.realpath, written)):
-            raise UserError(f"--out {out} would replace a file to be read; give another name")
+            raise UserError(f"--out {out} would overwrite an input file; give another name")
         options.pop("run")(**options)
         sys.stdout.flush()
         return 0

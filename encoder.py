@@ -42,8 +42,8 @@ class Config:
     key_dim: int = setting(128, (1, 10_000), "size of keys and queries, d_K")
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
-    # Each process searches its own shard of the memory and offers k_shard memories, and the best k
-    # are kept (128 processes in the paper). With fewer, MentionMemory.retrieve raises k_shard.
+    # Each process searches its own shard of the memory and offers k_shard memories. The k best are
+    # kept. With fewer processes than in the paper (128), MentionMemory.retrieve raises k_shard.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
@@ -327,7 +327,7 @@ def read_bert(folder, config):
     n_initial = n_layers - config.n_upper
     if n_initial < 1:
         raise ValueError(f"it has only {n_layers} layers; --n-upper {config.n_upper} needs at "
-                         "least one more")
+                         f"least {config.n_upper + 1}")
     ours = [f"initial.layers.{i}." for i in range(n_initial)]
     ours += [f"blocks.0.transformer.layers.{i}." for i in range(config.n_upper)]
     return config, {f"encoder.layer.{i}.": place for i, place in enumerate(ours)}, tensors

@@ -14,8 +14,8 @@ memory ("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl) with t
                      "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
-"visible" and "masked" are the attention of such mentions on memories of their own entity. An entity
-is "seen" if a training passage links it, otherwise "unseen". The run folder is only read."""
+"visible" and "masked" are the attention of those mentions to memories of their own entity. A "seen"
+entity is linked in a training passage; an "unseen" one is not. The run folder is only read."""
 import argparse
 import json
 import os
@@ -81,8 +81,8 @@ def open_run(out, task=None, blocks=1, device=None, n_search=None, fraction=1.0)
 def ask(opened, text):
     """The Answer to a question (task "qa") or a claim (task "claims").
 
-    Mentions are the names of entities in the text, and words in [brackets]. In "Where was Ida
-    Hale's [teacher] born?" the second hop starts there. Raises data.UserError if there are none."""
+    Mentions are the names of entities in the text, and words in [brackets]. "Where was Ida Hale's
+    [teacher] born?" takes its second hop from [teacher]. Raises data.UserError without mentions."""
     run, tome, _, task = opened
     if task is None:
         raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
@@ -253,7 +253,7 @@ def figures_of(run, tome, memory, task, examples):
 
 def interval(values, groups, n_draws=1000):
     """[low, high], the 95% interval of a mean by bootstrap over groups, since values in a group are
-    not independent. values, groups (n,). None if there are less than 30 groups, when this interval
+    not independent. values, groups (n,). None if there are fewer than 30 groups, when this interval
     is too narrow, or if all values are equal."""
     values, (_, group) = np.asarray(values, float), np.unique(groups, return_inverse=True)
     size, total = np.bincount(group), np.bincount(group, values)
@@ -393,11 +393,11 @@ def draw_mentions(figure, mentions):
 
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
-          "memory, with it emptied, with its values shuffled; 50%, 10%: with that share of it. "
-          "gain: memory minus emptied. entity, bm25: eq. 10, BM25's vote picks the correct entity; "
-          "@20: it is among the 20 best. visible, masked: attention on memories of their entity.",
+          "memory, none of it, and permuted values; 50%, 10%: with this share of it. gain: memory "
+          "minus emptied. entity, bm25: eq. 10 or BM25's vote picks the correct entity; @20: ranks "
+          "it among the 20 best. visible, masked: attention to memories of their own entity.",
     "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
-          "recall@20: a correct answer is among the 20 best memories, or BM25's passages.",
+          "recall@20: a correct answer is among the 20 best memories (for BM25: passages).",
     "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}
 TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",
           "answer_is_entity": "answerable"}
@@ -520,8 +520,8 @@ def parse_arguments(argv):
     if args.examples and (shows or not args.task):
         parser.error("--examples needs --task qa or --task claims, and no --show or --ask")
     if args.plot and (args.json or not shows and (args.task or args.memory_fraction < 1)):
-        parser.error("--plot draws the pre-trained model with its whole memory; otherwise it needs "
-                     "--show or --ask")
+        parser.error("--plot without --show or --ask draws the pre-trained model with its whole "
+                     "memory; leave out --json, --task and --memory-fraction")
     if args.ask is not None:
         args.task = args.task or "qa"
     return args

@@ -227,8 +227,8 @@ class GivenMemory:
     draws with replacement, minus those from its own passage). A model thus learns to read what it
     retrieves before it retrieves well. Queries get no gradient from it.
 
-    Before each use, set `wanted` (M,) to the entities of the mentions; 0: it is given nothing. If
-    others_search is true, mentions with 0 search the memory instead, and `found` contains what a
+    Before each use, set `wanted` (M,) to the entities of the mentions. A mention with 0 is given
+    nothing or, if others_search is true, searches the memory. In that case `found` contains what a
     search finds for every mention."""
     def __init__(self, memory, n_entities):
         self.memory, self.values, self.others_search = memory, memory.values, False
@@ -265,8 +265,8 @@ class GivenMemory:
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
     processes call it and share the shards. made_from: checksums {"corpus": …, "batch-tome": …},
-    stored in meta.json. old_folder: the memory before text was appended, whose full shards are
-    linked. Raises UserError.
+    stored in meta.json. old_folder: the memory before text was appended; its full shards are
+    reused as hard links (or copies). Raises UserError.
 
     Each file is written atomically. An interrupted build continues with the first missing shard,
     unless `made_from` has changed."""
@@ -274,7 +274,7 @@ def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=N
     folder, part = Path(folder), Path(f"{folder}.part")
     if rank == 0:
         about = part / "made_from.json"
-        if not about.exists() or data.read_json(about) != made_from:    # begin anew
+        if not about.exists() or data.read_json(about) != made_from:    # start over
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             data.sync_folder(part.absolute().parent)

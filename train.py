@@ -1,4 +1,4 @@
-"""The stages of training and their one loop (§2.3, §2.4, §4.3, §4.4, app. A, B.1).
+"""The stages of training and the loop that they share (§2.3, §2.4, §4.3, §4.4, app. A, B.1).
 
     stage        what is trained                  on                     losses
     batch-tome   Mention Encoder and BATCH-TOME   related passages       MLM + coreference
@@ -83,7 +83,7 @@ class Settings:
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # Up to cloze_weight, not in the paper: batch-tome without memory until fit_retrieval sets
     # the retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "part of batch-tome's steps before fit_retrieval")
+    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome before fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
@@ -409,8 +409,8 @@ def new_stage(run, plan):
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A). In fine-tuning and with
     --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory.
-    These produce the queries, which two-hop examples need and one-hop examples hardly do, so mixed
-    training can damage the queries before two-hop examples are learned."""
+    These layers produce the queries. One-hop examples hardly need good queries, so mixed training
+    can damage the queries before two-hop examples, which do need them, are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -427,7 +427,7 @@ def learning_rate(plan, step):
 
 class Training:
     """A stage in training. `progress` is what a checkpoint contains besides tensors: the step, the
-    last evaluated step, each loss's sum since then and number of steps, the best dev score."""
+    last evaluated step, the sums and step counts of the losses since then, the best dev score."""
     def __init__(self, run, plan, checkpoint=None):
         self.run, self.plan, self.stage = run, plan, new_stage(run, plan)
         self.model = self.stage.model.to(run.device).train()
@@ -696,8 +696,8 @@ def sample_eval_mentions(run, n):
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
-    trained: all passages of their articles, the passages of `each` random mentions per entity, and
-    `others` random passages."""
+    being trained: all passages of their articles, the passages of `each` random mentions per
+    entity, and `others` random passages."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -831,8 +831,8 @@ def read_task_examples(run, plan):
             say(f"{n - len(training):,} of {n:,} training questions are left out: none of their "
                 "answers is an entity of the corpus.")
     if not training:
-        raise UserError(f"{paths[0]}: no example is left to train on: without a dev file a tenth "
-                        "is set aside, and answers must be entities of the corpus; add examples")
+        raise UserError(f"{paths[0]}: no example is left to train on; add examples (answers must "
+                        "be entities of the corpus; without a dev file, a tenth is kept for dev)")
     return training, dev[0]
 
 # ==== Set apart: published weights ================================================================
@@ -849,13 +849,13 @@ def with_published(run, model):
     if run.has_batch_tome:
         tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
     elif quote is not None:
-        # The markers took unused entries of the vocabulary, which BERT never trained. They start as
-        # the quotation mark, which also surrounds names.
+        # The markers took unused entries of the vocabulary, which BERT never trained. They start
+        # with the embedding of the quotation mark, which also surrounds names.
         word = tome.embeddings.word.weight.data
         word[[corpus.special[data.E_START], corpus.special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
-        # A new MLM head starts with the log frequencies of words in training passages, which take a
-        # thousand steps to learn.
+        # A new MLM head starts with the log frequencies of words in training passages, which would
+        # otherwise take a thousand steps to learn.
         in_training = np.repeat(~corpus.held_out, np.diff(corpus.passage_start))
         tokens = corpus.tokens[in_training][:10 ** 7]
         words = tokens[corpus.maskable[tokens]]
@@ -1276,8 +1276,8 @@ def settle(args):
     else:
         results = [*out.glob("*.pt"), *out.glob("memory")]
         if results:
-            raise UserError(f"{results[0]} is there, but {out / 'run.json'} is missing; restore "
-                            "it, or choose another --out")
+            raise UserError(f"{results[0]} exists, but {out / 'run.json'} is missing; restore it, "
+                            "or choose another --out")
         preset = args.preset or "toy"
         values = {name: f.default for name, f in FLAGS.items()} | PRESETS[preset]
         schedule = values.pop("schedule", Settings().schedule)
@@ -1322,7 +1322,7 @@ def stage_flags(run, args):
         for path in paths:
             examples = labelled_examples(path, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
-                raise UserError(f"{path}: all claims have the same label; add claims of another")
+                raise UserError(f"{path}: all claims have the same label; add some with another")
     elif args.task and not run.is_toy and not run.path(run.plan(args.task)).exists():
         raise UserError(f"--task {args.task} on your own corpus needs --examples FILE (README)")
     return flags
@@ -1411,7 +1411,7 @@ def append(run, file, replace_articles):
     replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    # With --replace a file may be appended again if another one has replaced its articles since.
+    # With --replace a file may be appended again if another file has replaced its articles since.
     if record in (done[-1:] if replace_articles else done):
         say(f"{file} was appended before, to {run.base}; nothing is left to do.")
         return
@@ -1550,9 +1550,9 @@ def choose_device(name=None):
     return torch.device("cuda", index)
 
 def join_processes(device):
-    """Joins the other processes that torchrun started, if any, and waits minutes for them. Later
-    they may wait for a day while the first one tokenises the corpus; if a process dies, its closed
-    connections tell the others at once. Raises UserError for incomplete variables of torchrun."""
+    """Connects to the other processes that torchrun started, if any, within minutes. Later, waiting
+    up to a day is allowed while the first process tokenises the corpus. If a process dies, its
+    closed connections tell the others at once. Raises UserError for wrong torchrun variables."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
         return
@@ -1598,8 +1598,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
                         "settings that do not affect these results may be changed"}},
     "the stage; stored in its file when it begins": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
-        "start": {"help": 'start from this .pt file or TOME file of the paper\'s own code (with '
-                  '--steps 0: taken as trained), or, for "scratch", from random weights'},
+        "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "
+                  'it is with --steps 0) or, with "scratch", from random weights'},
         "task": {"choices": ("claims", "qa"), "help": "what --stage finetune trains"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
@@ -1647,7 +1647,7 @@ def train(args):
             say(f"Stage {plan.name}, in {precision_on(run.config, run.device)}.")
             train_stage(run, plan, checkpoint)
             run.read_checkpoint.cache_clear()       # the stage's file has changed
-            how = "finished" if plan.steps else "taken as trained"
+            how = "finished" if plan.steps else "loaded, without training,"
             say(f"Stage {plan.name} {how} in {time.time() - started:.0f} s.")
         if needs_memory(run, plan, args):
             make_memory(run, run.corpus, run.out / "memory")

@@ -540,7 +540,7 @@ DAMAGES = {
     "a number of heads that is not a number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
     "heads that do not divide the hidden size": (change(num_attention_heads=5), "hidden size 12 is not a multiple of 5 heads"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
-                       "it has only 2 layers; --n-upper 2 needs at least one more"),
+                       "it has only 2 layers; --n-upper 2 needs at least 3"),
     "a wrong shape": (other_tensors(lambda w: w.update({"encoder.layer.0.output.dense.bias": torch.zeros(3)})),
                       "size mismatch for tome.initial.layers.0.down.bias"),
     "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),

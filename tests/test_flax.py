@@ -438,7 +438,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
         str(out), *SMALL)
     said = capsys.readouterr().out
     assert "has no weights for mlm, entity_query, claim; these are initialised randomly" in said
-    assert "taken as trained" in said
+    assert "loaded, without training" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["plan"].steps == 0 and saved["about"]["finished"]
     assert all(torch.equal(saved["model"][name], state[name]) for name in state)
@@ -463,7 +463,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     assert saved["plan"].steps == 2 and saved["about"]["finished"]
     capsys.readouterr()
     run("--stage", "memory", "--out", str(out))
-    assert "taken as trained" not in capsys.readouterr().out    # everything is there already
+    assert "loaded, without training" not in capsys.readouterr().out    # everything is there already
 
 def test_a_published_tome_is_trained_further_for_the_given_number_of_steps(tmp_path):
     init, _ = write_init(tmp_path / "init", n_upper=4)
