@@ -166,14 +166,14 @@ def test_an_input_file_is_never_overwritten(tmp_path, run):
     for task, out in (("fever", claims), ("fever", tmp_path / "other.jsonl"), ("entityquestions", corpus)):
         before = corpus.read_bytes(), claims.read_bytes()
         done = run("task", task, claims, "--corpus", corpus, "--out", out)
-        assert done.returncode == 1 and "a file to be read" in done.stderr
+        assert done.returncode == 1 and "overwrite an input file" in done.stderr
         assert (corpus.read_bytes(), claims.read_bytes()) == before
     done = run("kilt", claims, "--out", tmp_path / "." / "claims.jsonl")
-    assert done.returncode == 1 and "a file to be read" in done.stderr and claims.is_file()
+    assert done.returncode == 1 and "overwrite an input file" in done.stderr and claims.is_file()
     temporary = write(tmp_path / "new.jsonl.tmp", [GOOD])           # write_file's name for what becomes new.jsonl
     assert "give a file, not a folder" in run("check", tmp_path).stderr
     done = run("task", "fever", temporary, "--out", tmp_path / "new.jsonl")
-    assert done.returncode == 1 and "a file to be read" in done.stderr and temporary.is_file()
+    assert done.returncode == 1 and "overwrite an input file" in done.stderr and temporary.is_file()
 
 
 def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypatch):

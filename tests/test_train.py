@@ -164,7 +164,7 @@ def test_until_the_corpus_is_complete_a_command_may_change_the_seed(tmp_path, mo
 def test_results_without_run_json_are_not_overwritten(done):
     whole = contents(done)
     (done / "run.json").unlink()
-    refused(run("tome", done), "batch-tome.pt is there", "run.json is missing")
+    refused(run("tome", done), "batch-tome.pt exists", "run.json is missing")
     assert difference(done, whole) == ["run.json"]
 
 # ---- Contract 3: --from --------------------------------------------------------------------------
