@@ -970,8 +970,10 @@ def check_values(values):
 
 def missing(path, stage, how="missing"):
     """The error for a missing result that a command needs."""
-    out = shlex.quote(str(path.parent))
-    return UserError(f"{path} is {how}; run python train.py --stage {stage} --out {out}")
+    advice = f"run python train.py --stage {stage} --out {shlex.quote(str(path.parent))}"
+    if any(part.is_file() for part in path.parents):
+        advice = "give the folder of a run, such as runs/toy"
+    return UserError(f"{path} is {how}; {advice}")
 
 @contextmanager
 def values_of(path, remedy):

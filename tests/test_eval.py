@@ -596,10 +596,15 @@ def test_the_prediction_is_that_of_the_masked_mention_if_a_passage_has_two(run, 
         assert [x[0] for x in retrieved(printed)] == [(words, 1), (words, 2)]
 
 def test_the_advice_for_a_missing_run_is_a_command_that_works(run, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("text")
     for out in (tmp_path / "none", tmp_path / "two words" / "$HOME", tmp_path):
         assert evaluation.main(["--out", str(out)]) == 1
         advice = capsys.readouterr().err.split("; run python train.py ")[1]
         assert train.parse_arguments(shlex.split(advice)).out == str(out) and not (out / "run.json").exists()
+    for out in (tmp_path / "README.md", tmp_path / "README.md" / "run"):        # nothing can be trained there
+        assert evaluation.main(["--out", str(out)]) == 1
+        said = capsys.readouterr().err
+        assert "train.py" not in said and "give the folder of a run" in said
 
 @pytest.mark.parametrize("flags", [(), ("--show", "Alma Verran met $x^$ [him]."), ("--show", "3"), ("--ask", "Who taught Alma Verran?")])
 def test_pictures_are_drawn(run, tmp_path, capsys, flags):
