@@ -1396,10 +1396,13 @@ def wiki(path, out, workers=1) -> Counter:
             elif kind != "other namespace":
                 redirects[title] = canonical(text)
         pages = (page for page in read_dump(path) if page[1] == "article")
-        with ProcessPoolExecutor(workers, initializer=signal.signal,       # only we handle Ctrl-C
-                                 initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
-            while batch := list(islice(pages, 64 * workers)):       # a dump is larger than memory
-                yield from pool.map(read_article, batch)
+        try:
+            with ProcessPoolExecutor(workers, initializer=signal.signal,    # only we handle Ctrl-C
+                                     initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+                while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
+                    yield from pool.map(read_article, batch)
+        except BrokenExecutor:
+            raise UserError("a worker was killed; if memory is short, give fewer --workers")
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
@@ -1688,7 +1691,7 @@ def main(arguments=None) -> int:
         options.pop("run")(**options)
         sys.stdout.flush()
         return 0
-    except (UserError, OSError, ImportError, MemoryError, BrokenExecutor) as error:
+    except (UserError, OSError, ImportError, MemoryError) as error:
         return complain("data.py", error)
     except KeyboardInterrupt:
         complain("data.py", "stopped; no file was left half-written")

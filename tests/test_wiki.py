@@ -6,6 +6,7 @@ import bz2
 import gzip
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -238,6 +239,18 @@ def test_pages_that_are_not_articles_are_counted(tmp_path):
     assert [line["title"] for line in lines_of(tmp_path / "out.jsonl.gz")] == ["A", "G", "H"]
     assert accounted(counts) and not list(tmp_path.glob("*.tmp"))
 
+
+def kill_worker(page):
+    os._exit(9)
+
+@needs_parser
+def test_a_killed_worker_is_one_sentence_and_no_file(tmp_path, monkeypatch, capsys):
+    if multiprocessing.get_start_method() != "fork":
+        pytest.skip("only a forked worker has the patched function")
+    monkeypatch.setattr(data, "read_article", kill_worker)
+    path = dump(tmp_path / "d.xml", page("A", "text [[B]]"))
+    assert data.main(["wiki", str(path), "--out", str(tmp_path / "out.jsonl")]) == 1
+    assert "fewer --workers" in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
 @needs_parser
 def test_any_number_of_workers_writes_the_same_file(tmp_path):
