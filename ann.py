@@ -222,7 +222,7 @@ class BucketedIndex:
         self.id = bucket.argsort(stable=True)                   # (N,) bucket by bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        # The size of the largest passage: at most so many found keys are the query's own.
+        # The size of the largest passage bounds how many of the keys found are the query's own.
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
         self.largest = max(sizes, default=0)
 
