@@ -1551,7 +1551,7 @@ def published_question(record, name) -> dict:
         raise ValueError("an answer is not a string")
     return {"question": question.strip(), "answer_text": list(dict.fromkeys(texts))}
 
-def read_published(path, name) -> list:
+def published_examples(path, name) -> list:
     """The examples in a published file: a JSON list, {"Data": list} or JSON lines."""
     make, examples = published_claim if name in CLAIM_TASKS else published_question, []
     text, n = "".join(open_text(path)), 0
@@ -1599,7 +1599,9 @@ def task(name, paths, out, corpus=None):
     such an entity counts as answered incorrectly (§4.4)."""
     if name in QUESTION_TASKS and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
-    examples, n_bracket = [example for path in paths for example in read_published(path, name)], 0
+    examples, n_bracket = [], 0
+    for path in paths:
+        examples += published_examples(path, name)
     if not examples:
         raise UserError(f"{', '.join(map(str, paths))}: no records found")
     if name in QUESTION_TASKS:
