@@ -46,8 +46,8 @@ def best_of(scores, ids, k):
 # ---- exact search
 
 BLOCK = 16          # scores per block, at equal distances; those with low maxima are skipped
-CPU_TILE = 2 ** 21      # scores computed at a time, so that they stay in the cache
-GPU_TILE = 2 ** 27      # on a GPU: few, large kernels
+CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
+GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
 @torch.no_grad()
@@ -62,33 +62,36 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         return plain_topk(queries, queries[:0], k)                  # k empty places per query
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
-    # The first tile is larger, for a better guess, but below 32 MB, which malloc would not reuse.
-    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 3 * CPU_TILE // Q))
-    chance = k * min(1, first / N)      # expected number of the k best in it, in random order
-    rank = min(k, int(chance + 4 * chance ** 0.5 + 2))      # so the bar is rarely above the k-th
-    best = above_bar(queries, keys, k, rank, first, query_passage, key_passage)
+    best = above_bar(queries, keys, k, True, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
-    if rank < k and len(few) > 0:
+    if len(few) > 0:
         own = None if query_passage is None else query_passage[few]
-        best[0][few], best[1][few] = above_bar(queries[few], keys, k, k, first, own, key_passage)
+        best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, own, key_passage)
     return best
 
-def above_bar(queries, keys, k, rank, first, query_passage, key_passage):
-    """The k best scores above each query's bar: the rank-th block maximum of the first tile.
-    With rank k the bar is safe: at least k scores reach it."""
-    Q, found = len(queries), []
+def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
+    """The k best scores above each query's bar, which rises while the keys are read. A safe bar is
+    the k-th best score so far. A guess assumes that the keys are in random order: if half of the
+    keys have been read, about k / 2 of the k best are among them."""
+    Q, N, found, n_found = len(queries), len(keys), [], 0
+    # The first tile is larger, for a better guess, but below 32 MB, which malloc would not reuse.
+    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
-        blocks = scores.view(BLOCK, -1, Q)
-        maxima = block_maxima(blocks)
+        blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
+        expected = k * n_read / N               # so a guess is rarely above the k-th best
+        rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
+        maxima = blocks.amax(0) if start else block_maxima(blocks)
         if start == 0:
             bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
         (j, block, query), score = high_scores(blocks, maxima, bar)
         found.append((query, start + j * len(maxima) + block, score))
-        if sum(len(query) for query, _, _ in found) > 4 * Q * k:    # worth a higher bar
-            score, id = merge(found, Q, k)
-            bar = bar.maximum(score[:, -1])
-            query = torch.arange(Q, device=bar.device).repeat_interleave(k)
-            found = [(query, id.flatten(), score.flatten())]
+        n_found += len(query)
+        if n_found > 4 * Q * k or is_guess and 4 * first <= n_read < N / 4:
+            bar = bar.maximum(just_below(merge(found, Q, k)[0][:, :rank], rank, dim=1))
+            query, id, score = map(torch.cat, zip(*found))
+            high = (score > bar[query]).nonzero()[:, 0]
+            found, n_found = [(query[high], id[high], score[high])], len(high)
+            first = N           # once is enough
     return merge(found, Q, k)
 
 def tiles(queries, keys, first, size, query_passage, key_passage):
@@ -142,11 +145,12 @@ def just_below(maxima, n, dim):
 
 def high_scores(blocks, maxima, bar):
     """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
-    positions, three tensors (F,), and the scores (F,). Skips blocks with maxima below the bar."""
-    block = (maxima > bar).flatten().nonzero()[:, 0]
+    positions, three tensors (F,), and the scores (F,). Skips blocks with maxima up to the bar."""
+    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
     a, b = block // maxima.shape[1], block % maxima.shape[1]
     # The scores of the found blocks; index_select is faster.
     found = blocks.flatten(1).index_select(1, block) if blocks.is_contiguous() else blocks[:, a, b]
+    found = found.nan_to_num_(*NOT_FINITE)
     high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
     j, i = high // len(block), high % len(block)
     return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)

@@ -89,7 +89,10 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, heads, T, d) each
         mask = packing.attention_mask[:, None, None]                                # (B, 1, 1, T)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        if not x.is_cuda:           # in bfloat16, a CPU takes more than twice as long here
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False):
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         return self.out(packing.pack(y.transpose(1, 2).flatten(2)))
 
 class TransformerLayer(nn.Module):
