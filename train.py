@@ -1508,7 +1508,8 @@ def fast_matmul():
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")          # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if not hasattr(matmul, "fp32_precision") or torch.cpu._is_amx_tile_supported():
+    has_amx = torch.cpu.get_capabilities().get("amx_tile", False)
+    if has_amx or not hasattr(matmul, "fp32_precision"):
         return
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     x = torch.full((64, 64), 1 + 2 ** -12)
