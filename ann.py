@@ -45,7 +45,7 @@ def best_of(scores, ids, k):
 
 # ---- exact search
 
-BLOCK = 16          # scores per block, at equal distances; those with low maxima are skipped
+BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
 CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
 GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
@@ -65,8 +65,8 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     best = above_bar(queries, keys, k, True, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
     if len(few) > 0:
-        own = None if query_passage is None else query_passage[few]
-        best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, own, key_passage)
+        passage = None if query_passage is None else query_passage[few]
+        best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, passage, key_passage)
     return best
 
 def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
@@ -74,11 +74,11 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     the k-th best score so far. A guess assumes that the keys are in random order: if half of the
     keys have been read, about k / 2 of the k best are among them."""
     Q, N, found, n_found = len(queries), len(keys), [], 0
-    # The first tile is larger, for a better guess, but below 32 MB, which malloc would not reuse.
+    # Enough keys for a good guess (8 of the k best), but below 32 MB, which malloc would not reuse.
     first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
-        expected = k * n_read / N               # so a guess is rarely above the k-th best
+        expected = k * n_read / N       # of the k best; 4 deviations more are rarely exceeded
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
         maxima = blocks.amax(0) if start else block_maxima(blocks)
         if start == 0:
@@ -91,7 +91,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
             query, id, score = map(torch.cat, zip(*found))
             high = (score > bar[query]).nonzero()[:, 0]
             found, n_found = [(query[high], id[high], score[high])], len(high)
-            first = N           # once is enough
+            first = N           # one correction is enough
     return merge(found, Q, k)
 
 def tiles(queries, keys, first, size, query_passage, key_passage):
@@ -99,11 +99,11 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
     The first tile has `first` keys, the next ones have about `size` scores. Keys of the query's own
     passage score -inf, as do the rows added to make W a multiple of BLOCK."""
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
-    memory = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
+    buffer = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
         rows = keys[start:end].to(queries.device, torch.float32)
         W = len(rows) + -len(rows) % BLOCK
-        scores = memory[:W * Q].view(W, Q)
+        scores = buffer[:W * Q].view(W, Q)
         torch.mm(rows, queries.T, out=scores[:len(rows)])           # autocast skips calls with out=
         scores[len(rows):] = -torch.inf
         if query_passage is not None:

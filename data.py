@@ -335,7 +335,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # encode_text needs all of an overlapping mention: it ends in passage 2, or fits in none.
+        # A mention at the end of passage 1 is needed whole: it ends in passage 2, or fits in none.
         encoding = encode_start(tokenizer, example.text, 3 * max_length)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -403,8 +403,8 @@ class Relation(NamedTuple):
 def toy_world(seed=0) -> tuple:
     """The lines of the corpus, and the lines of every file of examples: {"qa.one_hop.train": …}.
 
-    Each fact belongs to one split ("train", "dev", "test" or "unseen"), which is the same for all
-    tasks. An example about two facts takes both from the same split."""
+    Each fact is in one split of the examples ("train", "dev", "test", "unseen") for all tasks; the
+    corpus states all facts. An example about two facts takes both from the same split."""
     rng = np.random.default_rng(seed)
     names, unseen_names = toy_names(rng)
     facts, unseen_facts = toy_facts(rng, names), toy_facts(rng, unseen_names)
@@ -519,7 +519,7 @@ def example_sentence(fact, phrase, claimed=None) -> tuple:
 def toy_examples(rng, asked, limit) -> dict:
     """{"qa": lines, "claims": lines}: at most `limit` of each, about facts in random order.
 
-    limit: None = about all facts, with both phrases of a relation, so that the training examples
+    limit: None = about all facts, with both questions and both claims of a relation, so that they
     are harder to memorise. Two claims share a fact, so limit / 2 facts have claims."""
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:

@@ -56,8 +56,8 @@ class Config:
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. TOME-2 needs an even n_upper (train.py checks), or
-        1: each of its blocks then has two (tome.split_into_blocks)."""
+        """Transformer layers in a TOMEBlock. TOME-2 needs an even n_upper (train.py checks), or 1:
+        each of its two blocks then has a copy and an idle layer (tome.split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):

@@ -3,8 +3,8 @@
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
-An accuracy alone says little about a memory. So the report compares the accuracy with the whole
-memory ("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl) with these controls:
+An accuracy alone says little about a memory. So beside the accuracy that uses the whole memory
+("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl) the report gives these controls:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values

@@ -78,7 +78,7 @@ class OwnValues:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
-    value per entity, not per mention (one vector for both, as in the original, learned less here).
+    value per entity, not per mention. (The original's single vector for both learned less here.)
     With --memory none only eq. 10 uses it. For an entity that training never names, the table can
     only learn that it is never the answer. Row 0: no entity."""
     def __init__(self, config):
@@ -152,7 +152,7 @@ class MentionMemory:
         whole or left out. sample(0) is the emptied memory."""
         if fraction >= 1:
             return self
-        n = int(self.passage.max()) + 1 if len(self) else 0     # short draws begin long ones
+        n = int(self.passage.max()) + 1 if len(self) else 0     # processes agree, whatever their n
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 

@@ -91,7 +91,7 @@ class BatchTOME(nn.Module):
 
     def encode_mentions(self, tokens, attention_mask, row, start, end):
         """The Mention Encoder (§2.1.1): keys (M, d_K) and values (M, d_V) of the mentions at row,
-        start, end (M,). The memory is made from unmasked text."""
+        start, end (M,). For the mention memory (stage memory), tokens are unmasked."""
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
@@ -215,7 +215,7 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target, at most that of a key with itself; e^20
+    self_score: the mean score of a query with its target; a key's own is at most that; e^20
     outweighs thousands of zeros. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:

@@ -144,7 +144,7 @@ def endless(order):
     return at
 
 # Random streams [seed, number, …]. 1: masks of batch-tome. 2, 3: order and masks of tome. 4, 5:
-# order of examples and of clozes. 6: cloze entities. 7: masks of the fit. clusters: [seed, epoch].
+# order of examples, clozes. 6: cloze entities. 7: fit. clusters: [seed, epoch]. sample: [seed, 1].
 
 def epochs_of(run, number, items):
     """Epochs of these items in random order. number: the random stream."""
@@ -208,7 +208,7 @@ class BatchTOMEStage:
         return np.concatenate([found[i] for i in order])
 
     def next_batch(self, step):
-        if step == self.fit_step > 0:
+        if step == self.fit_step > 0:           # before the first batch with a memory
             self.fit(step)
         return masked_batch(self.run, self.items(step, self.plan.batch), 1, step)
 
@@ -261,7 +261,7 @@ class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
-        if run.is_baseline:             # its plan includes the steps of batch-tome (stage_plan)
+        if run.is_baseline:             # its plan includes the steps of batch-tome (Run.plan)
             batch_tome = new_batch_tome(run, run.seed)
         else:
             batch_tome = load_model(run, "batch-tome")
@@ -344,7 +344,7 @@ class FinetuneStage:
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
         self.model = load_model(run, "tome")
-        self.model.config = run.task_config
+        self.model.config = run.task_config             # with k_answer = k_finetune
         start_from(run, self.model, plan)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         self.training, self.dev = read_task_examples(run, plan)
@@ -613,7 +613,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     mentions: corpus numbers, from data.eval_mentions. progress: the title of a progress bar.
     items: a MaskedMention for each mention. figures: for each of GROUPS a dictionary with
 
-    accuracy        of masked tokens; in the log "tokens", in the report "memory"
+    accuracy        of masked tokens; in the printed lines "tokens", in the report "memory"
     entity          the fraction of masked mentions with is_named
     recall@20       … with is_recalled
     mass_masked     mean attention of the masked mentions
