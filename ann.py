@@ -10,7 +10,7 @@
 All searches return scores in descending order, and ties in ascending order of id. They exclude keys
 from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
 fewer than k keys remain, the rest have score -inf and id -1. Keys may be float32, float16 or
-bfloat16, also numpy memory maps; scores are float32. Only plain_topk has a gradient.
+bfloat16, and may be numpy memory maps; scores are float32. Only plain_topk has a gradient.
 
 The functions for several processes also work in a single one without a process group."""
 from itertools import pairwise
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 def dot(queries, keys):
     """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    Attention weights are exponentials of scores; bfloat16 would round 50 by up to 0.125."""
+    Attention weights are exponentials of scores; bfloat16 rounds scores near 50 by up to 0.125."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
@@ -74,11 +74,11 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     the k-th best score so far. A guess assumes that the keys are in random order: if half of the
     keys have been read, about k / 2 of the k best are among them."""
     Q, N, found, n_found = len(queries), len(keys), [], 0
-    # Enough keys for a good guess (8 of the k best), but below 32 MB, which malloc would not reuse.
+    # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc reuses nothing larger.
     first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
-        expected = k * n_read / N       # of the k best; 4 deviations more are rarely exceeded
+        expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
         maxima = blocks.amax(0) if start else block_maxima(blocks)
         if start == 0:
@@ -96,7 +96,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
 
 def tiles(queries, keys, first, size, query_passage, key_passage):
     """Yields the number of each tile's first key, and its float32 scores (W, Q), one row per key.
-    The first tile has `first` keys, the next ones have about `size` scores. Keys of the query's own
+    The first tile has `first` keys; each later one has about `size` scores. Keys of the query's own
     passage score -inf, as do the rows added to make W a multiple of BLOCK."""
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
     buffer = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
@@ -114,7 +114,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges the k best of each tile. Only nonzero in tiles waits for it."""
+    """exact_topk on a GPU: merges each tile's k best. The CPU waits only at nonzero in tiles."""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -127,7 +127,7 @@ def best_of_tiles(queries, keys, k, query_passage, key_passage):
 def falling(scores):
     """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
     bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
-    # Without its sign, the bits of a float rise with its magnitude.
+    # Apart from the sign bit, the bits of a float rise with its magnitude.
     return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
 
 # ---- the scores above a bar
@@ -135,7 +135,7 @@ def falling(scores):
 def block_maxima(blocks):
     """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
     maxima = blocks.amax(0)
-    # If a score is NaN or inf, the maximum of all scores is as well.
+    # If any score is NaN or inf, so is the maximum of all scores.
     return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
 
 def just_below(maxima, n, dim):
@@ -307,8 +307,8 @@ def gather_counts(n, device):
     return (AllGather.apply(n) if rank_and_size()[1] > 1 else n[None]).tolist()
 
 class AllGather(torch.autograd.Function):
-    """The x of every process (all of the same shape), stacked: (processes, *x.shape). Backward, all
-    gradients of an x are summed. (torch.distributed.nn.functional.all_gather is deprecated.)"""
+    """The x of every process (all of the same shape), stacked: (processes, *x.shape). The backward
+    pass sums all gradients of an x. (torch.distributed.nn.functional.all_gather is deprecated.)"""
     @staticmethod
     def forward(ctx, x):
         parts = x.new_empty(dist.get_world_size(), *x.shape)
@@ -347,7 +347,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     """For each query of this process, the k best among the k_shard best of each shard (app. C.1).
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
-    of each process. Returns scores, ids (Q, k); an id is a row of all shards concatenated. Exact if
+    of each process. Returns scores, ids (Q, k); an id is a row of the concatenated shards. Exact if
     k_shard = k. With k = k_shard × processes there is no further top-k (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))

@@ -52,9 +52,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
     Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
     every token that it touches. Mentions in a passage never share a token, since masking one would
-    hide part of the other. Linked mentions are placed before unlinked ones, then by start, and at
-    the same start longer ones first, so an outer mention comes before an inner one. A mention that
-    overlaps one already placed is dropped.
+    hide part of the other. Linked mentions are placed before unlinked ones, earlier before later,
+    and at the same start longer before shorter, so an outer mention comes before an inner one. A
+    mention that overlaps one already placed is dropped.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
@@ -197,7 +197,7 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
             also = np.isin(pair, pair[chosen]) & (batch.entity.numpy() > 0)
             chosen = np.union1d(chosen, np.flatnonzero(also))
         is_target |= np.isin(inside_mentions(batch), chosen)
-    # Of these tokens, also inside mentions, 80% become [MASK], 10% a random word, 10% stay.
+    # 80% of these tokens, inside mentions or not, become [MASK], 10% a random word; 10% stay.
     fate = rng.random(is_target.sum())
     other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
     read = tokens.copy()
@@ -236,8 +236,8 @@ def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
     Only the last cluster can be smaller. Clustering takes quadratic time, so more than POOL
-    (or 2 * size) articles are divided into random pools, each clustered by itself. The unfilled
-    clusters, less than `size` per pool, are divided again."""
+    (or 2 * size) articles are divided into random pools, each clustered by itself. The passages
+    of unfilled clusters, fewer than `size` per pool, are clustered again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -316,8 +316,8 @@ class Example(NamedTuple):
     info: dict                  # the whole record with its other fields: subject, bridge, …
 
 def encode_start(tokenizer, text, n_tokens):
-    """The encoding of the start of a text that has its first n_tokens tokens, or all of them. At
-    most a million characters are read."""
+    """The encoding of the start of a text: at least its first n_tokens tokens, or all that it has.
+    At most a million characters are read."""
     for length in (8 * n_tokens, 1_000_000):
         encoding = tokenizer.encode(text[:length], add_special_tokens=False)
         words = encoding.word_ids
@@ -330,7 +330,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions,
     with the first max_mentions mentions of its list (app. B.1).
 
-    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], of index -1."""
+    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], with index -1."""
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
@@ -378,9 +378,9 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject, of one to three sentences. Four of them state a fact (all five, if it
-#     is the only one), each in different words. If one of these is held out and one only describes
-#     the fact (see below), two training passages still state it.
+# Five passages per subject, of one to three sentences. Each fact is stated in four of them (in all
+#     five, if it is the only one), each time in different words. If one of these is held out and
+#     one only describes the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
 # Described facts. For half of the training facts, one of the four passages says "Silent Garden's
@@ -797,7 +797,7 @@ WORDS = pre_tokenizers.Split(
     Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
           r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
     "removed", invert=True)
-# Characters that are compared as one: in file names a space is "_"; phones and word processors
+# Characters that are treated as equal. File names have "_" for a space; phones and word processors
 # write ’ and ‑ for ' and -.
 ALIKE = str.maketrans("_‘’ʻʼ′＇‐‑‒–−－“”„", " ''''''------\"\"\"")
 
@@ -836,7 +836,7 @@ def find_mentions(text, index) -> list:
 
 def mention_finder(names):
     """(how, find): find(text) returns the mentions of a text that comes without any. They are
-    spaCy's noun chunks, as in the paper (app. B.1), or without spaCy the longest matches of these
+    spaCy's noun chunks, as in the paper (app. B.1), or, without spaCy, the longest matches of these
     entity names; `how` says which."""
     index = name_index(names)
     try:
@@ -904,7 +904,7 @@ def link(source, target):
         sync(target)
 
 def commit_folder(part, folder, names, **about):
-    """Syncs the files `names` in `part`, writes `about` (plain values) and their checksums to
+    """Syncs the files `names` in `part`, writes `about` (plain values) and the files' checksums to
     meta.json, then renames `part`. So `folder` is either complete or absent."""
     part = Path(part)
     for name in names:

@@ -47,7 +47,7 @@ class Config:
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
-    k_answer_shard: int = setting(32, (1, 10**6), "… that each process offers for eq. 10", "tome")
+    k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of the EntityTable, which eq. 10 searches in both baselines
@@ -56,8 +56,8 @@ class Config:
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. TOME-2 needs an even n_upper (train.py checks), or 1:
-        each of its two blocks then has a copy and an idle layer (tome.split_into_blocks)."""
+        """Transformer layers in a TOMEBlock. TOME-2 needs an n_upper that is even or 1 (train.py
+        checks). If 1, each block has a copy of that layer and an idle one (split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):
@@ -147,7 +147,7 @@ class Packing:
 
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], where s and e are the positions of [E_start] and [E_end].
-    H (B, T, hidden), row, start, end (M,) -> (M, dim). As in the public code there is a bias."""
+    H (B, T, hidden), row, start, end (M,) -> (M, dim). As in the public code, there is a bias."""
     def __init__(self, hidden, dim):
         super().__init__()
         self.linear = nn.Linear(2 * hidden, dim)
@@ -370,7 +370,7 @@ def check_tokenizer(folder, tokenizer):
     theirs.no_padding()
     words = [word for word in tokenizer.get_vocab() if word.isalpha()]
     for word in words[::len(words) // 1000 + 1]:
-        # The word, in capitals, with an accent, next to other characters, and doubled.
+        # The word unchanged, in capitals, with an accent, next to other characters, and doubled.
         for text in (word, word.upper(), f"{word[0]}\u0301{word[1:]}", f"{word}.\u4e2d{word}",
                      2 * word):
             expected, found = (t.encode(text, add_special_tokens=False)

@@ -3,8 +3,8 @@
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
-An accuracy alone says little about a memory. So beside the accuracy that uses the whole memory
-("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl) the report gives these controls:
+An accuracy alone says little about a memory. So, alongside the accuracy with the whole memory
+("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl), the report gives these controls:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values
@@ -14,8 +14,9 @@ An accuracy alone says little about a memory. So beside the accuracy that uses t
                      "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
-"visible" and "masked" are the attention of those mentions to memories of their own entity. A "seen"
-entity is linked in a training passage; an "unseen" one is not. The run folder is only read."""
+"visible" and "masked" are the attention of visible and masked mentions to memories of their own
+entity. A "seen" entity is linked in a training passage; an "unseen" one is not. The run folder is
+only read."""
 import argparse
 import json
 import os
@@ -169,7 +170,7 @@ def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json, for at most n held-out mentions
     of each of train.GROUPS (null for a group without mentions): the figures of
     train.masked_mentions and, except for a baseline, the accuracy with the memory emptied and with
-    its values shuffled, the fractions by BM25's vote, and the gain. The gain is "memory" minus
+    its values shuffled, the fractions for BM25's vote, and the gain. The gain is "memory" minus
     "emptied", averaged over mentions, with its 95% interval or nulls."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
@@ -253,8 +254,8 @@ def figures_of(run, tome, memory, task, examples):
 
 def interval(values, groups, n_draws=1000):
     """[low, high], the 95% interval of a mean by bootstrap over groups, since values in a group are
-    not independent. values, groups (n,). None if there are fewer than 30 groups, when this interval
-    is too narrow, or if all values are equal."""
+    not independent. values, groups (n,). None if all values are equal, or if there are fewer than
+    30 groups, since the interval would then be too narrow."""
     values, (_, group) = np.asarray(values, float), np.unique(groups, return_inverse=True)
     size, total = np.bincount(group), np.bincount(group, values)
     if len(size) < 30 or np.ptp(values) == 0:
@@ -505,7 +506,7 @@ def parse_arguments(argv):
     add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
     add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is one")
     add("--plot", metavar="FILE.png", help="draw training and the use of the memory; with --show "
-        "or --ask what the mentions retrieve")
+        "or --ask, what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--json", action="store_true", help="print the figures as a JSON object")
     add("--show", nargs="?", const="5", metavar="N|TEXT", help="print what N masked mentions "

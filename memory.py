@@ -27,7 +27,7 @@ import ann
 import data                     # its Corpus, its Batch, and functions for files
 from encoder import SpanEncodingLayer, low_precision
 
-PASSAGES_PER_SHARD = 8192       # shard of files (below); in ann.py: the rows of one process
+PASSAGES_PER_SHARD = 8192       # a shard of files (below); in ann.py a shard is a process's rows
 BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
@@ -79,7 +79,7 @@ class OwnValues:
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
     value per entity, not per mention. (The original's single vector for both learned less here.)
-    With --memory none only eq. 10 uses it. For an entity that training never names, the table can
+    With --memory none, only eq. 10 uses it. For an entity that training never names, the table can
     only learn that it is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
@@ -110,7 +110,7 @@ class MentionMemory:
         """The k best of this process's rows outside the query's passage: scores, ids."""
         if self.n_search is None:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
-        with torch.autocast(query.device.type, enabled=False):          # in float32, as ann.dot
+        with torch.autocast(query.device.type, enabled=False):          # in float32, as in ann.dot
             if self.index is None:
                 self.index = ann.BucketedIndex(self.keys, int(4 * len(self) ** 0.5), self.passage)
             return self.index.search(query, k, self.n_search, query_passage)
@@ -169,7 +169,7 @@ class MentionMemory:
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
-    mentions: a data.Batch, of which row, start, end and passage are used. memory: a class above."""
+    mentions: a data.Batch (only row, start, end, passage). memory: an object of a class above."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
@@ -185,8 +185,8 @@ class MemoryAttention(nn.Module):
         # update, not even W_U's bias.
         update = self.up(found.value) * (found.weights.sum(-1, keepdim=True) > 0)
         H = H.index_put((mentions.row, mentions.start), update.to(H.dtype), accumulate=True)
-        # Eq. 9 normalises only position s. The public code and we normalise all positions, so that
-        # mention starts have the same scale as the other positions.
+        # Eq. 9 normalises only position s. Like the public code, we normalise all positions, so
+        # that mention starts have the same scale as the other positions.
         return self.norm(H), found
 
 @torch.no_grad()
@@ -307,8 +307,8 @@ def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=N
     ann.barrier()
 
 def load_memory(folder, device="cpu"):
-    """(this process's part of the table, checksums of what it was made from). The part is shards
-    rank, rank + size, … Raises UserError, for example if a checksum differs."""
+    """(this process's part of the table, checksums of what it was made from). The part consists of
+    shards rank, rank + size, … Raises UserError, for example if a checksum differs."""
     rank, size = ann.rank_and_size()
     about = data.open_folder(folder, "memory",      # "keys-00012.npy" belongs to shard 12
                              lambda name: int(name[-9:-4]) % size == rank)

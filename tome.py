@@ -27,7 +27,7 @@ from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, b
 from memory import BatchMemory, EntityTable, MemoryAttention, OwnValues, attention_weights
 
 class TOMEBlock(nn.Module):
-    """Eq. 2 and 3. Without a memory, as in the Mention Encoder, only the TransformerBlock."""
+    """Eq. 2 and 3. Without a memory, as in the Mention Encoder, only the TransformerBlock runs."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
@@ -69,7 +69,7 @@ class TOME(nn.Module):
         return H, retrieved
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None):
-        """forward_initial, then forward_blocks. Without a memory, a plain Transformer."""
+        """forward_initial, then forward_blocks. Without a memory, this is a plain Transformer."""
         H0 = self.forward_initial(tokens, attention_mask)
         return self.forward_blocks(H0, attention_mask, mentions, memory)
 
@@ -215,8 +215,8 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target; a key's own is at most that; e^20
-    outweighs thousands of zeros. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    self_score: the mean score of a query with its target, no less than that of a key with itself;
+    e^20 outweighs thousands of zeros. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -228,7 +228,7 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
 
 def linked_spans(model, batches):
     """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 and H of the
-    masked text (for queries and z) and H of the unmasked text (for keys). And entity (m,)."""
+    masked text (for queries and z) and H of the unmasked text (for keys). entity (m,) is last."""
     rows = []
     for batch in batches:
         H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
@@ -278,7 +278,7 @@ def split_into_blocks(state, config):
 
     BATCH-TOME has one memory layer, since it never used a second one. Each block of TOME gets a
     copy of it and an equal share of the Transformer layers above it, in order. A single such layer
-    cannot be shared, so each of two blocks gets a copy of it, with an idle layer on top."""
+    cannot be divided, so each of two blocks gets a copy of it, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]

@@ -68,21 +68,21 @@ class Settings:
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of a vocabulary trained here", "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "part of entities with all passages held out", "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
     coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities that coreference uses")
+    coref_entities: int = setting(10**6, (1, 10**9), "number of (most frequent) entities in coref.")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
-    # Up to cloze_weight, not in the paper: batch-tome without memory until fit_retrieval sets
-    # the retrieval layers ("the fit"), teacher forcing at the start of tome, and clozes.
+    # The settings up to cloze_weight are not in the paper. They control batch-tome before the fit
+    # (when fit_retrieval sets the retrieval layers), teacher forcing in stage tome, and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome before fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
@@ -93,8 +93,8 @@ class Settings:
     linking_weight: float = setting(0.0, (0, 1), "weight of the last memory layer's loss", "tome")
     teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of steps in which all "
                                            "mentions are given memories of their entity", "tome")
-    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given such "
-                                          "memories after these steps", "tome")
+    teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
+                                          "memories of their entity after these steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning", "finetune")
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
@@ -287,8 +287,8 @@ class TOMEStage:
 
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
-        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve,
-        a loss that EaE always has; of the paper, only the code has it ("el_im_weight")."""
+        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve.
+        EaE always has this loss; for TOME, only the paper's code has it ("el_im_weight")."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -427,7 +427,7 @@ def learning_rate(plan, step):
 
 class Training:
     """A stage in training. `progress` is what a checkpoint contains besides tensors: the step, the
-    last evaluated step, the sums and step counts of the losses since then, the best dev score."""
+    last evaluated step, sums and step counts of the losses since then, and the best dev score."""
     def __init__(self, run, plan, checkpoint=None):
         self.run, self.plan, self.stage = run, plan, new_stage(run, plan)
         self.model = self.stage.model.to(run.device).train()
@@ -604,7 +604,7 @@ class MaskedMention(NamedTuple):
         return self.n_correct / max(self.n_tokens, 1)
 
 def mean(values):
-    """The mean of a list of numbers, 0 of an empty one."""
+    """The mean of a list of numbers, 0 for an empty list."""
     return float(np.mean(values)) if len(values) else 0.0
 
 def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
@@ -773,7 +773,7 @@ def clozes_of(run, example, rng):
     known = [m.entity for m in example.mentions if run.corpus.entity_index.get(m.entity)]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
         return []
-    # In the toy world the other mentions determine one of them, the object.
+    # In the toy world only the object is determined by the other mentions.
     known = [entity for entity in known if entity == example.info.get("object")] or known
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
@@ -1565,7 +1565,7 @@ def join_processes(device):
             raise ValueError
     except (ValueError, LookupError):
         raise UserError(f"WORLD_SIZE is {world_size!r}, but the other variables of torchrun do not "
-                        "fit; start several processes with torchrun, or unset it") from None
+                        "fit; start several processes with torchrun, or unset WORLD_SIZE") from None
     device = choose_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -1596,7 +1596,7 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
-                        "BATCH-TOME, a file of the paper's own code"},
+                        "BATCH-TOME from a file of the paper's own code"},
         "from": PATH | {"dest": "old", "help": "reuse this run's results of earlier stages; "
                         "settings that do not affect these results may be changed"}},
     "the stage; stored in its file when it begins": {
