@@ -242,17 +242,22 @@ class BucketedIndex:
         count = self.count[probed].view(Q, n_search)
         width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
         scores = torch.full((Q * width,), -torch.inf, device=device)
-        row = torch.arange(Q, device=device)[:, None] * width
-        begin = (row + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
-        # Go bucket by bucket, so that a bucket's keys are read once for all queries that search it.
-        order = probed.argsort(stable=True)
+        begin = torch.arange(0, Q * width, width, device=device)[:, None]
+        begin = (begin + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
         buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
-        places = begin[order, None].split(n_asking)
-        asking = queries[order // n_search].float().split(n_asking)
-        number = torch.arange(max(self.keys[b].shape[1] for b in buckets), device=device)
-        for b, askers, place in zip(buckets, asking, places):
-            keys = self.keys[b].float()
-            scores[place + number[:keys.shape[1]]] = askers @ keys
+        if 4 * Q < len(buckets):        # query by query, with the keys of its buckets side by side
+            rows = zip(probed.view(Q, -1).tolist(), queries.float(), scores.view(Q, width))
+            for own, query, row in rows:
+                keys = torch.cat([self.keys[b] for b in own], 1).float()
+                torch.mv(keys.T, query, out=row[:keys.shape[1]])
+        else:       # bucket by bucket, so that its keys are read once for all queries that search it
+            order = probed.argsort(stable=True)
+            places = begin[order, None].split(n_asking)
+            asking = queries[order // n_search].float().split(n_asking)
+            number = torch.arange(max(self.keys[b].shape[1] for b in buckets), device=device)
+            for b, askers, place in zip(buckets, asking, places):
+                keys = self.keys[b].float()
+                scores[place + number[:keys.shape[1]]] = askers @ keys
         n = k + self.largest            # leaves k after the query's own passage is excluded below
         blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
         maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
