@@ -80,8 +80,8 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
         expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
-        maxima = blocks.amax(0) if start else block_maxima(blocks)
-        if start == 0:
+        maxima = blocks.amax(0) if start else block_maxima(blocks)      # the bar must be finite
+        if start == 0:          # the rank-th best maximum is at most the rank-th best score
             bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
         (j, block, query), score = high_scores(blocks, maxima, bar)
         found.append((query, start + j * len(maxima) + block, score))
@@ -91,7 +91,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
             query, id, score = map(torch.cat, zip(*found))
             high = (score > bar[query]).nonzero()[:, 0]
             found, n_found = [(query[high], id[high], score[high])], len(high)
-            first = N           # one correction is enough
+            first = N           # one correction is enough; after N / 4 it would save little
     return merge(found, Q, k)
 
 def tiles(queries, keys, first, size, query_passage, key_passage):
@@ -114,7 +114,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges each tile's k best. The CPU waits only at nonzero in tiles."""
+    """exact_topk on a GPU: merges each tile's k best. In `tiles`, `nonzero` makes the CPU wait."""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]

@@ -335,7 +335,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # A mention at the end of passage 1 is needed whole: it ends in passage 2, or fits in none.
+        # Enough tokens for all of a mention at the end of passage 1, unless it fits in no passage.
         encoding = encode_start(tokenizer, example.text, 3 * max_length)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -383,10 +383,10 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 #     one only describes the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
-# Described facts. For half of the training facts, one of the four passages says "Silent Garden's
-#     director is well known." instead, where "director" is a mention of Alma Verran. This teaches
-#     what such a description refers to, the first hop of the question "Where was Silent Garden's
-#     director born?", in which the description is not linked.
+# Described facts. For half of the facts in the examples' split "train", one of the four passages
+#     says "Silent Garden's director is well known." instead, where "director" is a mention of Alma
+#     Verran. This teaches what such a description refers to, the first hop of the question "Where
+#     was Silent Garden's director born?", in which the description is not linked.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
 #     facts with this relation. So an object is about as frequent in false claims as in true ones,
 #     and a claim by itself does not show whether it is true.
@@ -419,7 +419,7 @@ def toy_world(seed=0) -> tuple:
 
     examples = {}
     for split, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
-        # No example asks about a described fact. Otherwise the model would learn to answer from
+        # The answer's fact is never described (a first hop may be). Otherwise the model would use
         # descriptions, which other splits lack (tests/README.md, "Descriptions at the answer").
         plain = {fact: obj for fact, obj in splits[split].items() if fact not in described}
         one = toy_examples(rng, one_hop(plain), limit)
@@ -519,8 +519,8 @@ def example_sentence(fact, phrase, claimed=None) -> tuple:
 def toy_examples(rng, asked, limit) -> dict:
     """{"qa": lines, "claims": lines}: at most `limit` of each, about facts in random order.
 
-    limit: None = about all facts, with both questions and both claims of a relation, so that they
-    are harder to memorise. Two claims share a fact, so limit / 2 facts have claims."""
+    limit: None = all facts, each in both wordings of its relation's questions and claims, so that
+    examples are harder to memorise. Two claims share a fact, so limit / 2 facts have claims."""
     qa, claims, objects = [], [], defaultdict(list)
     for fact in asked:
         objects[fact["relations"][-1]].append(fact["object"])
@@ -756,7 +756,7 @@ def mentions_of(spans, text) -> list | None:
         start, end, entity = fields(f"mentions[{i}].", span, start=[int], end=[int],
                                     entity=[str, None])
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"mentions[{i}]: start {start} and end {end} must be "
+            raise ValueError(f"mentions[{i}]: start {start} and end {end} must satisfy "
                              f"0 <= start < end <= {len(text)}, the length of the text")
         if "entity" not in span or entity is not None and not entity.strip():
             raise ValueError(f"mentions[{i}].entity: missing or empty; if not linked, write null")
@@ -809,7 +809,7 @@ def split_words(text) -> tuple:
     return words, [span for _, span in pieces]
 
 def without_bracket(name) -> str:
-    """"Mercury" of "Mercury (planet)" or "Mercury_(planet)"."""
+    """"Mercury" for "Mercury (planet)" or "Mercury_(planet)"."""
     return re.sub(r"[\s_]*\([^()]*\)$", "", name)
 
 def name_index(names) -> dict:
@@ -1209,8 +1209,8 @@ class CorpusWriter:
                 self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
     def is_held_out(self, text, names) -> bool:
-        """Whether a passage with these entities is held out. It is if its text says so (without a
-        split, one article in twenty), if it is appended, or if one of the entities is unseen."""
+        """Whether a passage with these entities is held out: if its text is (by its split; without
+        one, one article in twenty is), if it is appended, or if one of the entities is unseen."""
         is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
         split = text.split or ("held_out" if is_twentieth else "train")
         is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)

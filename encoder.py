@@ -57,7 +57,7 @@ class Config:
     @property
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. TOME-2 needs an n_upper that is even or 1 (train.py
-        checks). If 1, each block has a copy of that layer and an idle one (split_into_blocks)."""
+        checks). If 1, each block has a copy of it and an idle one (tome.split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):
@@ -377,7 +377,7 @@ def check_tokenizer(folder, tokenizer):
                                for t in (theirs, tokenizer))
             if expected.ids != found.ids:
                 raise ValueError(f"{file.name} tokenises {text} as {expected.tokens}, but "
-                                 f"vocab.txt as {found.tokens}")
+                                 f"vocab.txt gives {found.tokens}")
 
 def read_flax(file, config):
     """(config, places, tensors) of a BATCH-TOME or TOME from a MessagePack file: nested maps whose

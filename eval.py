@@ -505,8 +505,8 @@ def parse_arguments(argv):
     add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
     add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
     add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is one")
-    add("--plot", metavar="FILE.png", help="draw training and the use of the memory; with --show "
-        "or --ask, what the mentions retrieve")
+    add("--plot", metavar="FILE.png", help="draw training, and accuracy against memory size; with "
+        "--show or --ask, what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--json", action="store_true", help="print the figures as a JSON object")
     add("--show", nargs="?", const="5", metavar="N|TEXT", help="print what N masked mentions "

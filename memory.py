@@ -33,8 +33,8 @@ ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
     """What M mentions retrieve: K memories each, the best first after a search. If a search finds
-    fewer, scores are -inf, ids -1 and entities 0. attend_to_all returns all N rows, unsorted; an
-    excluded row has score -inf but keeps its id and entity."""
+    fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
+    an excluded row has score -inf but keeps its id and entity."""
     scores: torch.Tensor            # (M, K) query · key, with gradient except from GivenMemory
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
@@ -73,7 +73,7 @@ class OwnValues:
         self.values = values
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """Retrieved with only weights, all 1, and value."""
+        """A Retrieved that contains only weights (all 1) and value."""
         return Retrieved(None, None, None, query.new_ones(len(query), 1), self.values)
 
 class EntityTable(nn.Module):
@@ -193,7 +193,7 @@ class MemoryAttention(nn.Module):
 @np.errstate(over="ignore")     # overflow in float16 gives inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4): a
-    dictionary of ARRAYS in corpus order. passages: one or more passage numbers of `corpus`."""
+    dictionary of ARRAYS in corpus order. encoder: a BatchTOME. passages: one or more numbers."""
     encoder.eval()
     # Passages without a linked mention are skipped, except the first: `parts` must not be empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])

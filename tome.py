@@ -215,8 +215,8 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target, no less than that of a key with itself;
-    e^20 outweighs thousands of zeros. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    self_score: the mean score of a query with its target, at least that of a key with itself;
+    e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return

@@ -67,22 +67,22 @@ class Settings:
     --passage-length. Defaults are the paper's values where it gives them (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
-    vocab: int = setting(30522, (200, 10**6), "size of a vocabulary trained here", "corpus")
+    vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
     unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
     coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "number of (most frequent) entities in coref.")
+    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities used in coreference")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "fraction of the memory used (§4.1)", "tome")
+    memory_fraction: float = setting(38 / 150, (0, 1), "share used to train tome (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The settings up to cloze_weight are not in the paper. They control batch-tome before the fit
-    # (when fit_retrieval sets the retrieval layers), teacher forcing in stage tome, and clozes.
+    # and the fit (fit_retrieval), masking, learning rates, linking, teacher forcing and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome before fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
@@ -193,7 +193,7 @@ class BatchTOMEStage:
         count = corpus.entity_count
         least = max(1, np.sort(count)[-min(run.settings.coref_entities, len(count))])
         self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
-        self.model = BatchTOME(TOME(run.batch_tome_config))
+        self.model = BatchTOME(TOME(run.batch_tome_config))         # run.config, with one block
         if not run.path(plan).exists():         # otherwise the weights come from the checkpoint
             self.model = new_batch_tome(run, run.seed)
         self.fit_step = first_memory_step(run.settings, plan.steps)
@@ -288,7 +288,7 @@ class TOMEStage:
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
         the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve.
-        EaE always has this loss; for TOME, only the paper's code has it ("el_im_weight")."""
+        EaE always has this loss; for TOME it is optional, as in the paper's code (el_im_weight)."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -1181,7 +1181,7 @@ def with_flags(saved, args):
         saved["init"], sizes = describe_published(args.init, with_values(Config(), settings))
         for name, value in sizes.items():
             if given.get(name, value) != value:
-                raise UserError(f"{flag(name)} {given[name]}: --init has {value}; leave it out")
+                raise UserError(f"{flag(name)} {given[name]}: --init has {value}; omit the flag")
         settings |= sizes
     return saved | {"settings": settings}
 
