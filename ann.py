@@ -250,7 +250,7 @@ class BucketedIndex:
             for own, query, row in rows:
                 keys = torch.cat([self.keys[b] for b in own], 1).float()
                 torch.mv(keys.T, query, out=row[:keys.shape[1]])
-        else:       # bucket by bucket, so that its keys are read once for all queries that search it
+        else:       # bucket by bucket, so that its keys are read once for all of its queries
             order = probed.argsort(stable=True)
             places = begin[order, None].split(n_asking)
             asking = queries[order // n_search].float().split(n_asking)

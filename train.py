@@ -1597,8 +1597,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME from a file of the paper's own code"},
-        "from": PATH | {"dest": "old", "help": "reuse this run's results of earlier stages, without "
-                        "appended text; settings that do not affect them may be changed"}},
+        "from": PATH | {"dest": "old", "help": "reuse this run's results of earlier stages (no "
+                        "appended text); settings that do not affect them may be changed"}},
     "the stage; stored in its file when it begins": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "

@@ -484,7 +484,7 @@ def test_a_published_file_determines_only_the_settings_that_its_shapes_tell(tmp_
     config = train.settle(train.parse_arguments([*command, "--dropout", "0.3"]))[0].config
     assert (config.k, config.dropout, config.key_dim) == (256, 0.3, 8)
     assert train.settle(train.parse_arguments([*command, "--k", "5"]))[0].config.k == 5
-    with pytest.raises(data.UserError, match="--key-dim 16: --init has 8; leave it out"):
+    with pytest.raises(data.UserError, match="--key-dim 16: --init has 8; omit the flag"):
         train.settle(train.parse_arguments([*command, "--key-dim", "16"]))
 
 @pytest.mark.parametrize("wrong, message", [
