@@ -35,21 +35,16 @@ VOCAB += [f"[unused{i}]" for i in range(2, 2 + 97 - len(VOCAB))]
 
 # ---- A second implementation of their file format and names
 
-def leaf(array):
-    """A flax leaf: extension 1 = [shape, type, row-major bytes]."""
-    array = np.asarray(array, order="C")
-    packed = msgpack.packb([list(array.shape), array.dtype.name, array.tobytes()])
-    return msgpack.ExtType(1, packed)
-
 def pack(arrays):
-    """The MessagePack of {path: array}, where "/" separates the parts of a path."""
+    """The MessagePack of {path: array}, where "/" separates the parts of a path. A flax leaf is extension 1,
+    [shape, type, row-major bytes]."""
     tree = {}
     for path, array in arrays.items():
         *groups, last = path.split("/")
         node = tree
         for group in groups:
             node = node.setdefault(group, {})
-        node[last] = leaf(array)
+        node[last] = msgpack.ExtType(1, msgpack.packb([list(array.shape), array.dtype.name, array.tobytes()]))
     return msgpack.packb(tree)
 
 def unpack(content):

@@ -213,8 +213,7 @@ def test_pages_that_are_not_articles_are_counted(tmp_path):
                 page("H", "x {{other uses|H (disambiguation)}}"))
     counts = data.wiki(path, tmp_path / "out.jsonl.gz")
     assert {what: n for what, n in counts.items() if what.startswith("pages: ")} == {
-        "pages: article": 4, "pages: other namespace": 1,
-        "pages: redirect": 1, "pages: disambiguation page": 2}
+        "pages: article": 4, "pages: other namespace": 1, "pages: redirect": 1, "pages: disambiguation page": 2}
     assert [line["title"] for line in lines_of(tmp_path / "out.jsonl.gz")] == ["A", "G", "H"]
     assert accounted(counts) and not list(tmp_path.glob("*.tmp"))
 
@@ -405,8 +404,7 @@ def corpus(tmp_path):
 def run(tmp_path, name, content, suffix="json", **options):
     path = tmp_path / f"published.{suffix}"
     if not isinstance(content, str):
-        lines = [json.dumps(r) for r in content] if suffix == "jsonl" else [json.dumps(content, indent=1)]
-        content = "\n".join(lines)
+        content = "\n".join(map(json.dumps, content)) if suffix == "jsonl" else json.dumps(content, indent=1)
     path.write_text(content)
     data.task(name, [path], tmp_path / "examples.jsonl", **options)
     return lines_of(tmp_path / "examples.jsonl")
