@@ -31,9 +31,7 @@ DIMS = {"vocab_size": len(VOCAB), "hidden_size": 12, "num_hidden_layers": 3, "nu
         "intermediate_size": 20, "max_position_embeddings": 256, "type_vocab_size": 2, "hidden_act": "gelu",
         "model_type": "bert"}
 
-
 # ---------------------------------------------------------------- a second implementation of BERT
-
 
 def random_bert(dims=DIMS, mlm=True, seed=0):
     """Tensors under their published names, without prefix."""
@@ -67,12 +65,10 @@ def random_bert(dims=DIMS, mlm=True, seed=0):
         w["cls.predictions.bias"] = torch.randn(v, generator=g)
     return w
 
-
 def gelu(x, name="gelu"):
     if name == "gelu":
         return x * (1 + torch.erf(x / math.sqrt(2))) / 2
     return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))) / 2
-
 
 def bert_forward(w, tokens, mask, dims=DIMS):
     """Hidden states after the embeddings and after each layer, and MLM logits: one head of one passage at a time."""
@@ -105,7 +101,6 @@ def bert_forward(w, tokens, mask, dims=DIMS):
     x = gelu(linear(states[-1], "cls.predictions.transform.dense"), dims["hidden_act"])
     return states, norm(x, "cls.predictions.transform") @ embedding["word"].T + w["cls.predictions.bias"]
 
-
 def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_names=False):
     """Writes the folder of a BERT as it is published."""
     folder.mkdir(exist_ok=True)
@@ -124,7 +119,6 @@ def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_
         torch.save(published, folder / BIN)
     return folder
 
-
 def write_corpus(path):
     """A few dozen passages about letters."""
     rng, lines = np.random.default_rng(0), []
@@ -139,12 +133,10 @@ def write_corpus(path):
     data.write_lines(path, lines)
     return path
 
-
 def command_from_bert(tmp_path, *words, **bert):
     """A command on a corpus and from a BERT that are written here; its last two words are --init and the BERT."""
     corpus, folder = write_corpus(tmp_path / "corpus.jsonl"), write_bert(tmp_path / "bert", **bert)
     return [*words, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--init", str(folder)]
-
 
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
@@ -160,21 +152,17 @@ def read(folder):
         head.load_state_dict(part_of(state, "mlm."))
     return embeddings, block, head
 
-
 def read_by(layer, H, mask):
     """The output of a block with only this layer."""
     block = TransformerBlock(Config(), 0)
     block.layers.append(layer)
     return block(H, mask)
 
-
 def padded_passages():
     mask = torch.arange(9) < torch.tensor([[9], [6], [1]])
     return torch.randint(5, len(VOCAB), mask.shape, generator=torch.Generator().manual_seed(5)) * mask, mask
 
-
 # ---------------------------------------------------------------- the layouts
-
 
 @pytest.mark.parametrize("old_names", [False, True], ids=["weight-bias", "gamma-beta"])
 @pytest.mark.parametrize("mlm", [True, False], ids=["mlm", "no-mlm"])
@@ -196,7 +184,6 @@ def test_a_checkpoint_of_any_published_layout_gives_berts_hidden_states(tmp_path
     if mlm:
         torch.testing.assert_close(head(H, embeddings.word.weight)[mask], logits[mask], atol=2e-5, rtol=0)
 
-
 class Malicious:
     """Unpickling it would create a folder."""
     def __init__(self, path):
@@ -205,22 +192,17 @@ class Malicious:
     def __reduce__(self):
         return os.mkdir, (self.path,)
 
-
 def change(**values):
     return lambda folder: (folder / "config.json").write_text(json.dumps({**DIMS, **values}))
-
 
 def without(key):
     return lambda folder: (folder / "config.json").write_text(json.dumps({k: v for k, v in DIMS.items() if k != key}))
 
-
 def write(name, content):
     return lambda folder: (folder / name).write_bytes(content(folder) if callable(content) else content)
 
-
 def remove(name):
     return lambda folder: (folder / name).unlink()
-
 
 def other_tensors(edit):
     """The weights after edit(tensors)."""
@@ -230,13 +212,11 @@ def other_tensors(edit):
         write_bert(folder, tensors)
     return damage
 
-
 def saved(value):
     """The bytes that torch.save writes."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
-
 
 def in_two(folder):
     """The tensors of the folder's pytorch_model.bin in two files and an index, as large models are published."""
@@ -247,26 +227,21 @@ def in_two(folder):
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     (folder / BIN).unlink()
 
-
 def edit_bin(change):
     """Rewrites the folder's pytorch_model.bin as change(tensors)."""
     return lambda folder: torch.save(change(torch.load(folder / BIN)), folder / BIN)
 
-
 def rename(change):
     return edit_bin(lambda tensors: {change(name): tensor for name, tensor in tensors.items()})
 
-
 def sparse(tensors):
     return {name: x.to_sparse() if "output.dense.weight" in name else x for name, x in tensors.items()}
-
 
 def with_copies(tensors):
     """As some versions of transformers save a head: tied word embeddings again, and the bias under another name."""
     bias = tensors.pop("cls.predictions.bias")
     return tensors | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"],
                       "cls.predictions.decoder.bias": bias}
-
 
 WRITTEN_OTHERWISE = {
     "module.": rename(lambda name: "module." + name), "_orig_mod.": rename(lambda name: "_orig_mod." + name),
@@ -278,7 +253,6 @@ WRITTEN_OTHERWISE = {
     "a config in UTF-8": change(id2label={"0": "\u00dcberraschung"}), "gelu_python": change(hidden_act="gelu_python"),
 }
 
-
 @pytest.mark.parametrize("otherwise", WRITTEN_OTHERWISE.values(), ids=WRITTEN_OTHERWISE)
 def test_a_bert_stored_in_another_form_gives_the_same_weights(tmp_path, otherwise):
     folder = write_bert(tmp_path)
@@ -289,7 +263,6 @@ def test_a_bert_stored_in_another_form_gives_the_same_weights(tmp_path, otherwis
     assert state.keys() == again[1].keys()
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in state.items())
 
-
 def test_unused_tensors_are_named(tmp_path):
     folder = write_bert(tmp_path)
     more = {"bert.encoder.layer.1.attention.self.distance_embedding.weight": torch.ones(3, 3),
@@ -298,7 +271,6 @@ def test_unused_tensors_are_named(tmp_path):
     unused = read_published(folder, Config(n_upper=2))[3]
     assert unused == ["blocks.0.transformer.layers.0.attention.self.distance_embedding.weight", "cls", "mlm.weight",
                       "pooler"]
-
 
 def test_a_berts_files_are_read_as_utf_8_in_any_locale(tmp_path):
     folder = write_bert(tmp_path)
@@ -311,22 +283,17 @@ def test_a_berts_files_are_read_as_utf_8_in_any_locale(tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     assert subprocess.run([sys.executable, "-c", program, str(folder)], env=plain, cwd=root).returncode == 0
 
-
 # ---------------------------------------------------------------- tokenisation
-
 
 CASED = [c.upper() for c in LETTERS] + ["Paris", "##S"]
 ACCENTS = ["\u00fc", "z\u00fcrich", "##\u00e9"]
-
 
 def vocabulary(folder, *words):
     (folder / "vocab.txt").write_text("\n".join([*VOCAB, *words]) + "\n", "utf-8")
     return data.load_tokenizer(folder / "vocab.txt")
 
-
 def tokens(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).tokens
-
 
 def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     text = "Paris Z\u00fcrich ab"
@@ -339,7 +306,6 @@ def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     stray = vocabulary(tmp_path, *(f"w{i}" for i in range(2000)), "I", "\u00fc")              # as in the Chinese BERT
     assert tokens(stray, text) == plain
 
-
 def test_a_vocabulary_trained_here_is_read_back_as_lower_case_without_accents(tmp_path):
     """In any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
     texts = ["\u1f08\u03b8\u03ae\u03bd\u03b1\u03b9 \u0419\u043e\u0448\u043a\u0430\u0440 \u0130stanbul "
@@ -351,14 +317,12 @@ def test_a_vocabulary_trained_here_is_read_back_as_lower_case_without_accents(tm
     again = data.load_tokenizer(tmp_path / "vocab.txt")
     assert tokens(again, texts[0]) == tokens(trained, texts[0]) and "[UNK]" not in tokens(trained, texts[0])
 
-
 def test_empty_and_repeated_lines_of_a_vocabulary_keep_their_numbers_and_the_last_repeat_wins(tmp_path):
     tokenizer = vocabulary(tmp_path, "ab", "", "cd", "ab", "")
     assert tokenizer.get_vocab_size() == len(VOCAB) + 5
     assert tokenizer.encode("ab cd", add_special_tokens=False).ids == [len(VOCAB) + 3, len(VOCAB) + 2]
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
     assert corpus.vocab_size == len(VOCAB) + 5 and corpus.tokenizer.get_vocab() == tokenizer.get_vocab()
-
 
 def fast(folder, edit=lambda tokenizer: None, words=VOCAB, **normalizer):
     """Writes the folder's tokenizer.json, as the library `tokenizers` makes it for a BERT."""
@@ -371,14 +335,11 @@ def fast(folder, edit=lambda tokenizer: None, words=VOCAB, **normalizer):
     edit(tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
 
-
 def spaces(tokenizer):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
 
-
 def says(**values):
     return write("tokenizer_config.json", json.dumps(values).encode())
-
 
 AGREE = {
     "nothing": ([], lambda folder: None), "uncased": ([], says(do_lower_case=True, strip_accents=None)),
@@ -403,13 +364,11 @@ DIFFER = {
     "fast, other words": ([], lambda folder: fast(folder, words=VOCAB[:7] + VOCAB[:6:-1]), "tokenizer.json tokenises"),
     "fast, no JSON": ([], write("tokenizer.json", b"{"), "cannot be read as a BERT")}
 
-
 @pytest.mark.parametrize("words, edit", AGREE.values(), ids=AGREE)
 def test_a_bert_whose_files_agree_on_tokenisation_is_read(tmp_path, words, edit):
     vocabulary(write_bert(tmp_path), *words)
     edit(tmp_path)
     read_published(tmp_path, Config(n_upper=2))
-
 
 @pytest.mark.parametrize("words, edit, message", DIFFER.values(), ids=DIFFER)
 def test_a_bert_whose_files_disagree_on_tokenisation_is_refused(tmp_path, words, edit, message):
@@ -419,7 +378,6 @@ def test_a_bert_whose_files_disagree_on_tokenisation_is_refused(tmp_path, words,
         read_published(tmp_path, Config(n_upper=2))
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
-
 def test_half_precision_weights_are_read_as_float32(tmp_path):
     tensors = {name: tensor.half() for name, tensor in random_bert().items()}
     _, block, _ = read(write_bert(tmp_path, tensors))
@@ -427,13 +385,11 @@ def test_half_precision_weights_are_read_as_float32(tmp_path):
     assert down.dtype == torch.float32
     assert torch.equal(down, tensors["encoder.layer.0.output.dense.weight"].float())
 
-
 @pytest.mark.parametrize("n_layers, n_upper, below", [(12, 8, 4), (6, 1, 5)])
 def test_the_preset_decides_how_many_of_berts_layers_are_above_the_memory(tmp_path, n_layers, n_upper, below):
     write_bert(tmp_path, random_bert({**DIMS, "num_hidden_layers": n_layers}))
     config, _, _, _ = read_published(tmp_path, Config(n_upper=n_upper, n_blocks=2))
     assert (config.n_initial, config.n_upper, config.n_blocks) == (below, n_upper, 1)
-
 
 @pytest.mark.parametrize("n_blocks", [1, 2])
 @torch.no_grad()
@@ -453,7 +409,6 @@ def test_batch_tome_started_from_a_bert_computes_the_same_as_that_bert_without_m
     states, _ = bert_forward(tensors, tokens, mask)
     torch.testing.assert_close(tome(tokens, mask)[0][mask], states[-1][mask], atol=1e-5, rtol=0)
     assert ("mlm" in capsys.readouterr().out) == (n_blocks == 2)
-
 
 def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(tmp_path, monkeypatch):
     """Four steps with memory_from .5, interrupted and resumed after the third. The memory is used from the third step
@@ -497,9 +452,7 @@ def test_a_corpus_cannot_be_rebuilt_without_the_vocabulary_of_its_bert(tmp_path,
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{tmp_path / 'bert'}: No such file" in error
 
-
 # ---------------------------------------------------------------- errors
-
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:68d45e\nsize 440449768\n"
 DAMAGES = {
@@ -557,7 +510,6 @@ DAMAGES = {
        for name in (BIN, "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
 }
 
-
 @pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
 def test_an_unusable_checkpoint_is_refused_in_one_sentence(tmp_path, damage, message):
     damage(write_bert(tmp_path / "bert"))
@@ -565,7 +517,6 @@ def test_an_unusable_checkpoint_is_refused_in_one_sentence(tmp_path, damage, mes
         read_published(tmp_path / "bert", Config(n_upper=2))
     assert "\n" not in str(error.value) and str(tmp_path / "bert") in str(error.value)
     assert not (tmp_path / "bert" / "harm").exists()
-
 
 def test_a_truncated_safetensors_file_is_refused_in_one_sentence(tmp_path):
     write_bert(tmp_path, kind="safetensors")
@@ -581,9 +532,7 @@ def test_a_truncated_safetensors_file_is_refused_in_one_sentence(tmp_path):
     file.write_bytes(whole)
     read_published(tmp_path, Config(n_upper=2))
 
-
 # ---------------------------------------------------------------- --init, a real checkpoint, and the paper's size
-
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks, capsys):
@@ -600,13 +549,11 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
 
-
 def test_init_from_a_folder_without_a_bert_is_refused_before_anything_is_written(tmp_path, capsys):
     assert train.main(["--stage", "batch-tome", "--init", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "neither model.safetensors nor" in error
     assert not (tmp_path / "run").exists()
-
 
 def test_a_dimension_set_by_the_bert_cannot_be_changed(tmp_path, capsys):
     command = command_from_bert(tmp_path, "--stage", "memory")
@@ -620,10 +567,8 @@ def test_a_dimension_set_by_the_bert_cannot_be_changed(tmp_path, capsys):
     run, _ = train.settle(train.parse_arguments(["--stage", "tome", "--out", str(tmp_path / "run")]))
     assert (run.config.hidden, run.settings.clip) == (12, 2)
 
-
 SENTENCES = ["The Eiffel Tower stands in Paris.", "Yes.", "Marie Curie, born in Warsaw, shared the 1903 Nobel Prize in "
              "Physics with her husband Pierre and with Henri Becquerel."]
-
 
 @torch.no_grad()
 def test_a_real_bert_gives_the_hidden_states_of_transformers_on_padded_sentences():
@@ -647,10 +592,8 @@ def test_a_real_bert_gives_the_hidden_states_of_transformers_on_padded_sentences
     print("largest difference after the embeddings and each layer:", " ".join(f"{x:.1e}" for x in largest))
     assert max(largest) < 1e-4
 
-
 def n_parameters(*modules):
     return sum(p.numel() for module in modules for p in module.parameters())
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_blocks", [1, 2])

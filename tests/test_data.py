@@ -28,22 +28,18 @@ from data import CLS, E_END, E_START, MASK, PAD, SEP, SPECIAL, UNK, UserError, M
 ROOT = Path(data.__file__).resolve().parent
 WORDS = "ash birch cedar elm fir hazel larch maple oak pine rowan spruce willow yew".split()
 
-
 def line(text, *mentions, title="T", **others):
     return {"title": title, "text": text,
             "mentions": [dict(start=s, end=e, entity=n) for s, e, n in mentions], **others}
-
 
 def write(path, records):
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records), "utf-8")
     return path
 
-
 def build(tmp_path, records, passage_length=16, max_length=64, name="c", tokenizer=None, **options):
     path = write(tmp_path / f"{name}.jsonl", records)
     tokenizer = tokenizer or data.train_tokenizer((t.text for t in data.read_corpus(path)), 5000)
     return data.Corpus.build(path, tmp_path / name, tokenizer, passage_length, max_length, **options), tokenizer
-
 
 def random_texts(seed, n, longest=60, n_mentions=12, n_articles=20):
     """Texts of random words with random mentions, which can overlap and nest."""
@@ -61,16 +57,13 @@ def random_texts(seed, n, longest=60, n_mentions=12, n_articles=20):
         texts.append(line(" ".join(words), *mentions, title=f"A{rng.integers(n_articles)}"))
     return texts
 
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return build(tmp_path_factory.mktemp("random"), random_texts(0, 300, n_articles=60))[0]
 
-
 @pytest.fixture(scope="module")
 def toy():
     return data.toy_world(seed=3)
-
 
 # ---------------------------------------------------------------- files
 
@@ -109,7 +102,6 @@ BAD_MENTIONS = {
 BAD_LINES |= {'{"title": "a", "text": "four", "mentions": [{%s}]}' % mention: what
               for mention, what in BAD_MENTIONS.items()}
 
-
 @pytest.mark.parametrize("bad", BAD_LINES, ids=lambda bad: bad[:70])
 def test_a_bad_line_is_reported_with_file_and_line(tmp_path, bad):
     path = write(tmp_path / "c.jsonl", [GOOD, "", bad, GOOD])
@@ -118,7 +110,6 @@ def test_a_bad_line_is_reported_with_file_and_line(tmp_path, bad):
     assert str(e.value).startswith(f"{path}:3: ") and "\n" not in str(e.value)
     assert BAD_LINES[bad] in str(e.value)
     assert ("mentions[0]" in str(e.value)) == ("mentions[0]" in BAD_LINES[bad] or "four" in bad)
-
 
 def test_an_unreadable_file_gets_one_sentence_that_says_what_to_do(tmp_path):
     good = json.dumps(GOOD).encode() + b"\n"
@@ -136,7 +127,6 @@ def test_an_unreadable_file_gets_one_sentence_that_says_what_to_do(tmp_path):
         with pytest.raises(UserError, match=what):
             list(data.read_corpus(tmp_path / name))
 
-
 def test_plain_and_gzipped_files_of_any_name_give_the_same_texts_without_unknown_fields(tmp_path):
     records = [line("Rome is old", (0, 4, "Rome"), (8, 11, None), para=3, split="held_out"), GOOD]
     plain = write(tmp_path / "c.jsonl", records).read_bytes()
@@ -149,7 +139,6 @@ def test_plain_and_gzipped_files_of_any_name_give_the_same_texts_without_unknown
             ("T", "Rome is old", [(0, 4, "Rome"), (8, 11, None)], "held_out"),
             ("T", "Rome is old", [(0, 4, "Rome")], None)]
 
-
 @pytest.fixture
 def run(capsys):
     def run(*arguments):
@@ -157,7 +146,6 @@ def run(capsys):
         stdout, stderr = capsys.readouterr()
         return SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
     return run
-
 
 def test_an_input_file_is_never_overwritten(tmp_path, run):
     names = "corpus.jsonl", "claims.jsonl", "new.jsonl.tmp"     # write_file's name for what becomes new.jsonl
@@ -171,7 +159,6 @@ def test_an_input_file_is_never_overwritten(tmp_path, run):
         done = run(*command, "--out", out)
         assert done.returncode == 1 and "overwrite an input file" in done.stderr
         assert [path.read_bytes() for path in inputs] == before
-
 
 def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypatch):
     mentions = (0, 4, "Rome"), (4, 5, "X"), (6, 8, None)
@@ -197,7 +184,6 @@ def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypat
         done = run("check", tmp_path / "good.jsonl")
     assert done.returncode == 130 and done.stderr == "data.py: stopped; no file was left half-written\n"
 
-
 def test_check_shows_mentions_in_context_as_written_and_warns_of_nothing_to_evaluate(tmp_path, run, monkeypatch):
     records = [line(f"In {i} ROME was o\x1bld", (5, 9, "Rome"), title=f"T{i}", split="train") for i in range(8)]
     done = run("check", write(tmp_path / "a.jsonl", records))
@@ -213,7 +199,6 @@ def test_check_shows_mentions_in_context_as_written_and_warns_of_nothing_to_eval
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))     # not UTF-8
     assert run("check", write(tmp_path / "c.jsonl", [line("Zürich", (0, 6, "Zürich"))])).returncode == 0
 
-
 def test_check_applies_the_limits_of_the_preset(tmp_path, run):
     words = " ".join(f"w{i}" for i in range(100))
     path = write(tmp_path / "c.jsonl", [line(words, (0, len(words), "All"), (0, 2, "First"))])
@@ -221,13 +206,11 @@ def test_check_applies_the_limits_of_the_preset(tmp_path, run):
         said = run("check", path, "--preset", preset).stdout
         assert bool(re.search("mentions dropped, longer than a passage +1\n", said)) == dropped
 
-
 def test_an_impossible_number_of_workers_is_refused(tmp_path, run):
     path = write(tmp_path / "c.jsonl", [GOOD])
     for workers in ("0", "-1", "two"):
         with pytest.raises(SystemExit):
             run("wiki", path, "--out", tmp_path / "out", "--workers", workers)
-
 
 def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(tmp_path):
     (tmp_path / "full").mkdir()
@@ -246,7 +229,6 @@ def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(
     for folder in ("again", "nowhere"):
         with pytest.raises(UserError, match="missing or damaged: not a complete tokenised corpus"):
             data.Corpus(tmp_path / folder)
-
 
 def test_appended_text_is_held_out_and_can_replace_the_old_passages_of_its_titles(tmp_path):
     first, more = random_texts(7, 30), random_texts(8, 20)
@@ -268,7 +250,6 @@ def test_appended_text_is_held_out_and_can_replace_the_old_passages_of_its_title
     expected = [i < n and new.titles[article] == first[3]["title"] for i, article in enumerate(new.article)]
     assert new.replaced.tolist() == expected and any(expected)
 
-
 def test_passages_that_name_an_unseen_entity_are_held_out(tmp_path):
     corpus, _ = build(tmp_path, random_texts(7, 60), unseen=0.3)
     unseen = {name for name in corpus.entity_names if name and zlib.crc32(name.encode()) < 0.3 * 2 ** 32}
@@ -277,7 +258,6 @@ def test_passages_that_name_an_unseen_entity_are_held_out(tmp_path):
         if {corpus.entity_names[e] for e in corpus.passage_entities(p)} & unseen:
             assert corpus.held_out[p]
     assert not corpus.entity_count[[corpus.entity_index[name] for name in unseen]].any()
-
 
 def test_a_build_that_is_killed_leaves_no_folder_and_the_next_one_is_complete(tmp_path, monkeypatch):
     records, tokenizer, order = random_texts(1, 20), data.train_tokenizer(WORDS, 500), []
@@ -296,7 +276,6 @@ def test_a_build_that_is_killed_leaves_no_folder_and_the_next_one_is_complete(tm
     again, _ = build(tmp_path, records, name="d", tokenizer=tokenizer)
     assert again.meta == whole.meta and not (tmp_path / "d.part").exists()
 
-
 def test_an_error_of_the_system_is_reported_in_one_sentence(tmp_path, capsys):
     for path, what in ((tmp_path / "none" / "a.json", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises((UserError, OSError)) as error:
@@ -305,12 +284,10 @@ def test_an_error_of_the_system_is_reported_in_one_sentence(tmp_path, capsys):
         said = capsys.readouterr().err
         assert said.startswith(f"data.py: {tmp_path}") and what in said and said.count("\n") == 1
 
-
 def test_a_missing_source_is_named_rather_than_the_output(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         data.kilt(tmp_path / "source.json", tmp_path / "out.jsonl")
     assert str(error.value.filename) == str(tmp_path / "source.json") and not list(tmp_path.iterdir())
-
 
 def test_damaged_json_is_refused(tmp_path):
     path = tmp_path / "a.json"
@@ -321,11 +298,9 @@ def test_damaged_json_is_refused(tmp_path):
         with pytest.raises(ValueError):
             data.read_json(path)
 
-
 def test_control_characters_are_printed_as_escapes():
     assert data.printable("a\x1b[31m\x07\r\u202e\u2066\x9b\ud800") == r"a\x1b[31m\x07\r\u202e\u2066\x9b\ud800"
     assert data.printable("Zürich\t東京\n😀…") == "Zürich\t東京\n😀…"
-
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -344,7 +319,6 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
     assert several.get_vocab_size() <= 1800 and UNK not in several.encode("".join(han)).tokens
     assert data.train_tokenizer(["x" * 300_000, "Rome"], 500).get_vocab().keys() >= {"rome"}       # in no time
 
-
 SCRIPTS = {"greek": (0x3b1, 24), "russian": (0x430, 32), "arabic": (0x627, 30), "hindi": (0x905, 50),
            "chinese": (0x4e00, 900), "korean": (0xac00, 700), "latin": (0x61, 20)}
 TRAIN = """
@@ -354,14 +328,12 @@ rng = numpy.random.default_rng(0)
 texts = ["".join(map(chr, start + rng.integers(0, n, 7))) + "\u00b7" for _ in range(3000)]
 print(json.dumps(sorted(data.train_tokenizer(texts, 500).get_vocab().items())))"""
 
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_process_makes_the_same_vocabulary_from_the_same_texts(script):
     """The trainer of the library numbers its merges in a different order each time."""
     made = [subprocess.run([sys.executable, "-c", TRAIN, json.dumps(SCRIPTS[script])], cwd=ROOT, text=True,
                            stdout=subprocess.PIPE, check=True).stdout for _ in range(3)]
     assert made[0] == made[1] == made[2] and len(json.loads(made[0])) <= 500
-
 
 def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
     vocab = [PAD, "[unused0]", "[unused1]", "[unused2]", UNK, CLS, SEP, MASK, "rome", "##s"]
@@ -376,11 +348,9 @@ def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
         with pytest.raises(UserError, match=what):
             data.load_tokenizer(write(tmp_path / "bad.txt", bad))
 
-
 # ---------------------------------------------------------------- passages
 
 SHARES = "shares a token with another mention"
-
 
 def pieces_of(text, mentions, passage_length=16, max_length=64):
     tokenizer = data.train_tokenizer([text], 5000)
@@ -388,7 +358,6 @@ def pieces_of(text, mentions, passage_length=16, max_length=64):
     pieces = data.encode_text(tokenizer.encode(text, add_special_tokens=False), mentions, passage_length,
                               max_length, data.special_ids(tokenizer), dropped)
     return [" ".join(tokenizer.id_to_token(i) for i in p.tokens) for p in pieces], pieces, dropped
-
 
 @pytest.mark.parametrize("mentions, expected, kept", [
     (((0, 1), (2, 3)), "( a ) ( b ) c d e", [0, 1]),                    # adjacent
@@ -408,14 +377,12 @@ def test_markers_surround_their_mention_and_a_mention_that_overlaps_an_earlier_o
     assert dropped == ({SHARES: n_dropped} if n_dropped else {})
     assert pieces[0].index == kept
 
-
 def test_a_mention_covers_the_words_it_touches_and_needs_one():
     texts, pieces, dropped = pieces_of("Österreich, non-stop  é", [
         Mention(0, 3, "x"), Mention(20, 22, "space"), Mention(16, 23, "y")], 3, 64)
     assert texts == ["[CLS] [E_start] osterreich [E_end] , non [SEP]",
                      "[CLS] - [E_start] stop e [E_end] [SEP]"]
     assert dropped == {"without a token": 1}
-
 
 def naive_keep(spans, linked, passage_length, max_length):
     """{reason: number of mentions dropped}, and the mentions that are kept: in the order linked first, then by
@@ -431,7 +398,6 @@ def naive_keep(spans, linked, passage_length, max_length):
             left.append(i)
     return dropped, sorted(left, key=lambda i: spans[i])
 
-
 def naive_cut(n, spans, passage_length, max_length):
     """(start, end) of each passage: it ends as far away as it can without crossing a mention. spans: token ranges."""
     cuts, start = [], 0
@@ -442,7 +408,6 @@ def naive_cut(n, spans, passage_length, max_length):
         cuts.append((start, fits[-1]))
         start = fits[-1]
     return cuts
-
 
 def test_passages_are_cut_as_a_naive_loop_cuts_them():
     rng, n_overlap, n_long = np.random.default_rng(1), 0, 0
@@ -470,7 +435,6 @@ def test_passages_are_cut_as_a_naive_loop_cuts_them():
         assert [len(w) for w in words] == [b - a for a, b in cuts]
     assert n_overlap > 200 and n_long > 50
 
-
 @pytest.mark.parametrize("n_words, spans, lengths, kept, expected", [
     (10, [(0, 11), (4, 5)], (4, 64), [1, 0, 0], {"longer than a passage": 1}),
     (10, [(0, 5), (4, 9), (10, 13)], (4, 64), [1, 1, 0], {SHARES: 1}),
@@ -482,7 +446,6 @@ def test_a_passage_holds_all_mentions_that_fit_and_dropped_mentions_are_counted_
     _, pieces, dropped = pieces_of(" ".join("a" * n_words), [Mention(*span, "x") for span in spans], *lengths)
     assert [len(p.index) for p in pieces] == kept and dropped == expected
     assert max(len(p.tokens) for p in pieces) <= lengths[1]
-
 
 def test_the_corpus_on_disk_holds_what_a_plain_loop_over_the_file_finds(tmp_path):
     records = random_texts(5, 80) + [line("Zürich – über alles", (0, 6, "Zürich"), (9, 13, None), title="Ü")]
@@ -522,7 +485,6 @@ def test_the_corpus_on_disk_holds_what_a_plain_loop_over_the_file_finds(tmp_path
                        linked=np.count_nonzero(corpus.mention_entity), passages=len(corpus.article)).items():
         assert corpus.meta["counts"][key] == n
 
-
 def test_a_split_field_decides_what_is_held_out_or_one_article_in_twenty_by_name(tmp_path):
     records = [line("a b", (0, 1, "x"), title=f"A{i}") for i in range(400)]
     records += [line("a b", (0, 1, "x"), title="S", split=split) for split in ("train", "held_out")]
@@ -532,7 +494,6 @@ def test_a_split_field_decides_what_is_held_out_or_one_article_in_twenty_by_name
     assert (again.held_out == corpus.held_out[200:]).all()
     assert corpus.entity_count[1] == 402 - corpus.held_out.sum()
 
-
 # ---------------------------------------------------------------- masking and batches
 
 def spans_of(corpus, p):
@@ -540,20 +501,17 @@ def spans_of(corpus, p):
     ids = corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
     return list(zip(*([i for i, t in enumerate(ids) if t == corpus.special[marker]] for marker in (E_START, E_END))))
 
-
 def naive_rows(corpus, passages):
     """The token ids of each passage, and its mentions as (start, end, entity, number)."""
     rows = [corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist() for p in passages]
     return rows, [[(*span, corpus.mention_entity[m], m)
                    for m, span in enumerate(spans_of(corpus, p), corpus.mention_first[p])] for p in passages]
 
-
 def owners(batch):
     """The mention that contains each token to predict, -1 = none."""
     mentions = list(zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist()))
     return [next((m for m, (row, start, end) in enumerate(mentions) if row == r and start < c < end), -1)
             for r, c in batch.is_target.nonzero().tolist()]
-
 
 def test_a_batch_is_what_plain_loops_collect(corpus):
     passages = np.random.default_rng(0).choice(len(corpus.article), 40)
@@ -568,7 +526,6 @@ def test_a_batch_is_what_plain_loops_collect(corpus):
     assert torch.equal(batch.tokens, batch.unmasked) and not batch.is_target.any()
     numbers = "tokens unmasked row start end entity passage mention answer label"
     assert all(getattr(batch, k).dtype == torch.int64 for k in numbers.split())
-
 
 def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
     rng, special = np.random.default_rng(1), set(corpus.special.values()) - {corpus.special[UNK]}
@@ -587,7 +544,6 @@ def test_mentions_are_masked_whole_or_not_at_all_and_markers_never(corpus):
         for r, c in batch.is_target.nonzero().tolist():
             assert batch.unmasked[r, c] == rows[r][c] and rows[r][c] not in special
         assert batch.is_target[batch.tokens != batch.unmasked].all()
-
 
 def test_masking_rates_and_replacements_and_the_option_to_mask_all_mentions_of_an_entity_in_the_passage(tmp_path):
     words = " ".join(WORDS[i % 14] for i in range(30))
@@ -616,7 +572,6 @@ def test_masking_rates_and_replacements_and_the_option_to_mask_all_mentions_of_a
     one = data.mask_batch(data.corpus_batch(corpus, np.arange(1)), corpus, rng, .01)
     assert len(set(owners(one)) - {-1}) == 1                                # at least one if there are any
 
-
 def test_mentions_beyond_the_limit_are_sampled_out_over_the_batch_and_keep_their_markers(corpus):
     passages = np.arange(60)
     every = data.corpus_batch(corpus, passages)
@@ -638,7 +593,6 @@ def test_mentions_beyond_the_limit_are_sampled_out_over_the_batch_and_keep_their
     single = {(r, c) for (r, c), m in zip(masked.is_target.nonzero().tolist(), owners(masked)) if m < 0}
     assert single and not single & inside                   # nor is a token inside a mention that was sampled out
 
-
 def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
     batch = data.mask_batch(data.corpus_batch(corpus, np.arange(21)), corpus, np.random.default_rng(4))
     batch.label = torch.arange(21)
@@ -655,7 +609,6 @@ def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
             theirs = [batch.unmasked[r, c] for r, c in batch.is_target.nonzero().tolist() if r % size == rank]
             assert part.unmasked[part.is_target].tolist() == theirs
 
-
 def test_an_evaluation_row_hides_one_mention_and_nothing_else(corpus):
     linked = np.flatnonzero(corpus.mention_entity)[:60]      # also several in one passage
     batch = data.eval_batch(corpus, linked)
@@ -669,7 +622,6 @@ def test_an_evaluation_row_hides_one_mention_and_nothing_else(corpus):
         assert batch.is_target[r].nonzero().flatten().tolist() == hidden
         assert batch.unmasked[r, hidden].tolist() == [row[c] for c in hidden]
 
-
 def test_evaluation_mentions_are_linked_in_another_passage_and_only_once_in_their_own(corpus):
     mentions = [(p, m, int(corpus.mention_entity[m])) for p in range(len(corpus.article))
                 for m in range(corpus.mention_first[p], corpus.mention_first[p + 1]) if corpus.mention_entity[m]]
@@ -678,14 +630,12 @@ def test_evaluation_mentions_are_linked_in_another_passage_and_only_once_in_thei
     expected = [m for p, m, e in mentions if corpus.held_out[p] and inside[p, e] == 1 and passages_with[e] > 1]
     assert data.eval_mentions(corpus).tolist() == expected
 
-
 def test_an_articles_own_name_is_not_asked_for(tmp_path):
     mentions = (0, 1, "Own"), (2, 3, "Other"), (4, 5, "Once")
     records = [line("a b c", *mentions[:n], title="Own", split=split) for n, split in ((3, "held_out"), (2, "train"))]
     corpus, _ = build(tmp_path, records)
     names = [corpus.entity_names[corpus.mention_entity[m]] for m in data.eval_mentions(corpus)]
     assert names == ["Other"]                               # and not what is linked only once
-
 
 # ---------------------------------------------------------------- clusters (app. A.1)
 
@@ -723,7 +673,6 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
     other = data.related_clusters(corpus, size, seed + 9, allowed)
     assert any(not np.array_equal(a, b) for a, b in zip(clusters, other))   # ties are broken differently
 
-
 def test_ties_between_related_articles_go_to_a_title_that_shares_a_word_with_the_cluster(tmp_path):
     """Twelve articles link the same entity. Three titles each share their first word, F0 to F3."""
     records = [line("a", (0, 1, "E"), title=f"F{a % 4} L{a}") for a in range(12)]
@@ -732,13 +681,11 @@ def test_ties_between_related_articles_go_to_a_title_that_shares_a_word_with_the
         clusters = data.related_clusters(corpus, 3, seed, np.arange(12))
         assert sorted(sorted(a % 4 for a in c.tolist()) for c in clusters) == [[n] * 3 for n in range(4)]
 
-
 def test_articles_that_share_nothing_still_fill_the_clusters(tmp_path):
     linked = [line("a", (0, 1, f"E{i}"), title=f"A{i}") for i in range(10)]
     corpus, _ = build(tmp_path, linked + [line("b", title="none")] * 3)
     clusters = data.related_clusters(corpus, 4, 0, np.arange(13))
     assert [len(c) for c in clusters] == [4, 4, 4, 1] and clusters[0][:3].tolist() == [10, 11, 12]
-
 
 def test_articles_beyond_one_pool_form_random_pools_and_unfilled_clusters_are_pooled_again(tmp_path, monkeypatch):
     """50 articles of 3 passages, ten of which link each entity; pools of at most 20."""
@@ -766,7 +713,6 @@ def test_clusters_do_not_take_quadratic_time(tmp_path):
 
     assert min(seconds(8000) for _ in range(3)) < 32 * min(seconds(1000) for _ in range(3))  # quadratic: 64
 
-
 # ---------------------------------------------------------------- examples
 
 def test_examples_are_read_and_bad_ones_reported(tmp_path):
@@ -791,12 +737,10 @@ def test_examples_are_read_and_bad_ones_reported(tmp_path):
     with pytest.raises(UserError, match="no example"):
         data.read_examples(write(tmp_path / "empty.jsonl", []), "qa")
 
-
 NAMES = ["New_York", "New_York_City", "York", "St._John's", "Mercury_(planet)", "Mercury_(element)", "Île_de_France"]
 SIGNS = [("O’Brien", "O'Brien"), ("O'Brien", "O’Brien"), ("Oʼbrien", "O‘Brien"), ("jean‑paul", "Jean-Paul"),
          ("Jean–Paul", "Jean‐Paul"), ("Hawaiʻi", "Hawai'i"), ("“Heroes”", '"Heroes"'), ("Karo\u00advia", "Karovia"),
          ("Port_Ellin", "Port Ellin")]
-
 
 @pytest.mark.parametrize("marked, names, found", [
     ("In [new york city], not New Yorkers; [York]. [st. john's] [Mercury] and [ÎLE DE FRANCE]", NAMES,
@@ -816,7 +760,6 @@ def test_names_are_found_by_longest_match_on_whole_words_in_any_script_and_with_
         text = f"{text[:start]}[{text[start:end]}]{text[end:]}"
     assert text == marked
 
-
 def test_a_long_name_is_found_in_linear_time():
     words = [f"w{i}" for i in range(1000)]
     names = data.name_index([" ".join(words), *(" ".join(words[i:i + 3]) for i in range(990))])
@@ -824,7 +767,6 @@ def test_a_long_name_is_found_in_linear_time():
     found = data.find_mentions(" ".join(words[:999] + ["x"] + words), names)
     assert time.process_time() - start < 2                  # it took 17 s
     assert len(found) == 330 + 1 and found[-1].entity == " ".join(words)
-
 
 @pytest.mark.parametrize("text", [
     "the cat sat. on a mat, " * 50_000, "東京タワー" * 200_000, "cat " + "x" * 900_000, " " * 800_000 + "a cat",
@@ -839,14 +781,12 @@ def test_a_long_example_is_cut_before_it_is_tokenised_without_changing_its_passa
         expected = data.encode_text(whole, mentions, room, room, special, Counter())[0]
         assert next(data.example_passages([example], "claims", tokenizer, room)) == expected
 
-
 def test_an_example_of_ten_megabytes_does_not_take_minutes():
     tokenizer = data.train_tokenizer(["the cat sat."], 500)
     for text in ("the cat sat. " * 800_000, "x" * 10_000_000, "東" * 10_000_000):
         start = time.process_time()
         [passage] = data.example_passages([data.Example(text, [], None, ["x"], {})], "qa", tokenizer, 512)
         assert time.process_time() - start < 10 and len(passage.tokens) <= 512
-
 
 def test_mentions_beyond_max_length_are_dropped():
     tokenizer = data.train_tokenizer(["a b c d e f"], 99)
@@ -855,7 +795,6 @@ def test_mentions_beyond_max_length_are_dropped():
     for max_length, cut in ((32, 0), (14, 2), (9, 4)):
         batch = data.example_batch(examples, "qa", tokenizer, {}, max_length=max_length)
         assert len(batch.row) == 2 * 3 - cut + 2 and batch.tokens.shape[1] <= max_length
-
 
 def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     tokenizer = data.train_tokenizer(["where was alma verran born ?"], 99)
@@ -900,7 +839,6 @@ def test_a_question_ends_in_a_masked_mention_and_a_claim_has_its_label():
     assert claims.label.tolist() == [1, -1] and len(claims.row) == 0
     assert tokens(claims, 0) == [CLS, SEP]
 
-
 # ---------------------------------------------------------------- the toy world
 
 def facts_of(toy):
@@ -920,7 +858,6 @@ def facts_of(toy):
             facts[found[0][1]["s"], found[0][0]][found[0][1]["o"]].append(passage)
     return facts
 
-
 def test_the_toy_world_has_its_expected_size(toy):
     lines, examples = toy
     assert 17_000 <= len(lines) <= 17_500 and 70_000 <= sum(len(p["mentions"]) for p in lines) <= 75_000
@@ -930,7 +867,6 @@ def test_the_toy_world_has_its_expected_size(toy):
     texts = [e.get("text") or e["question"] for records in examples.values() for e in records]
     pieces = {piece for encoding in tokenizer.encode_batch(texts) for piece in encoding.tokens}
     assert UNK not in pieces and not any(p.startswith("##") for p in pieces)    # examples use no new word
-
 
 def test_each_fact_is_stated_in_several_passages_of_its_subject_in_different_phrases(toy):
     facts = facts_of(toy)
@@ -946,7 +882,6 @@ def test_each_fact_is_stated_in_several_passages_of_its_subject_in_different_phr
         assert all(name == m["entity"] or name.islower() for name, m in zip(names, passage["mentions"]))
         assert passage["title"] in names
 
-
 def test_seen_and_held_out_worlds_share_words_but_no_entity(toy):
     lines, _ = toy
     train = {p["title"] for p in lines if p["split"] == "train"}
@@ -957,7 +892,6 @@ def test_seen_and_held_out_worlds_share_words_but_no_entity(toy):
     assert {w for n in names[1] for w in n.split()} <= {w for n in names[0] for w in n.split()}
     assert abs(sum(p["split"] == "held_out" for p in seen) / len(seen) - .05) < .01
     assert all(p["split"] == "held_out" for p in unseen)
-
 
 def test_toy_examples_are_true_to_the_facts_and_their_splits_share_none(toy):
     lines, examples = toy
@@ -1000,7 +934,6 @@ def test_toy_examples_are_true_to_the_facts_and_their_splits_share_none(toy):
     corpus_phrases = {p for r in data.RELATIONS.values() for p in r.phrases}
     assert not corpus_phrases & {p for r in data.RELATIONS.values() for p in r.claims + r.questions}
 
-
 def test_the_object_of_a_claim_does_not_give_away_its_label(toy):
     """The best guess from the object (or subject) alone, learned on train, is near chance on test."""
     for clue in (lambda e: e["subject"],
@@ -1010,7 +943,6 @@ def test_the_object_of_a_claim_does_not_give_away_its_label(toy):
             seen[clue(e)][e["label"]] += 1
         right = sum((seen[clue(e)].most_common(1) or [("SUPPORTS", 0)])[0][0] == e["label"] for e in test)
         assert abs(right / len(test) - .5) < .08
-
 
 def test_descriptions_are_linked_in_training_passages_that_do_not_state_their_fact(toy):
     lines, examples = toy
@@ -1035,7 +967,6 @@ def test_descriptions_are_linked_in_training_passages_that_do_not_state_their_fa
     assert set(described.values()) == {1}
     assert {p["title"] for p in data.toy_world(4)[0]} != {p["title"] for p in lines}
 
-
 @pytest.mark.slow
 def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run):
     assert run("toy", "--out", tmp_path / "a", "--seed", 3).returncode == 0
@@ -1054,7 +985,6 @@ def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run)
     assert before == {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     done = run("toy", "--out", tmp_path / "file")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "file: File exists" in done.stderr
-
 
 def test_a_file_with_a_python_object_runs_no_code_and_the_error_names_the_object(tmp_path):
     path, folder = tmp_path / "weights.pt", tmp_path / "made"

@@ -32,7 +32,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCAB = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *("##" + c for c in LETTERS)]
 VOCAB += [f"[unused{i}]" for i in range(2, 2 + 97 - len(VOCAB))]
 
-
 # ---- A second implementation of their file format and names
 
 def pack(arrays):
@@ -141,7 +140,6 @@ def write_flax(path, config, state, more={}):
     path.write_bytes(pack(exported(state, config) | more))
     return str(path)
 
-
 # ---- Outputs
 
 LARGEST = {}
@@ -241,7 +239,6 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     assert torch.equal(answer.ids, z["allow/final_top_memory_ids"][targets].long())
     close(name, attention_weights(answer.scores), z["allow/final_memory_attention_weights"][targets])
 
-
 # ---- Written and read again
 
 @needs_files
@@ -283,7 +280,6 @@ def test_a_training_checkpoint_with_heads_and_optimizer_state_is_read(tmp_path):
     _, again, _, unused = read_published(tmp_path / "checkpoint_3", config)
     assert unused == ["linear_classifier"]
     assert np.array_equal(again["tome.mlm.dense.weight"].numpy(), arrays["params/mlm_layer/dense/kernel"].T)
-
 
 @pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
 def test_a_tome_2_with_blocks_of_different_depths_is_refused_with_both_depths(depths, tmp_path):
@@ -373,7 +369,6 @@ def test_if_msgpack_is_missing_one_sentence_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "msgpack", None)
     with pytest.raises(data.UserError, match="msgpack"):
         read_published(tmp_path / "step1", Config())
-
 
 # ---- --init and --start
 

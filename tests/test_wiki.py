@@ -25,12 +25,10 @@ REAL = Path(os.environ.get("TOME_DATA", Path(__file__).parents[2] / "shared" / "
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="no real data: set TOME_DATA to its folder")
 DUMP = REAL / "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 
-
 def page(title, text, ns=0, redirect=None):
     redirect = f'<redirect title="{redirect}" />' if redirect else ""
     return (f"<page><title>{escape(title)}</title><ns>{ns}</ns><id>1</id>{redirect}<revision><id>2</id>"
             f'<text xml:space="preserve">{escape(text)}</text></revision></page>\n')
-
 
 def dump(path, *pages):
     """Writes a dump. Skips the test if the parser of wikitext is not installed."""
@@ -41,22 +39,18 @@ def dump(path, *pages):
     path.write_bytes(bz2.compress(xml.encode()) if path.suffix == ".bz2" else xml.encode())
     return path
 
-
 def lines_of(path):
     with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
-
 needs_parser = pytest.mark.skipif(importlib.util.find_spec("mwparserfromhell") is None,
                                   reason="mwparserfromhell is not installed")
-
 
 def accounted(counts):
     """Whether each page and each [[ in the dump is counted exactly once."""
     return min(counts.values()) >= 0 and all(
         counts[group] == sum(n for what, n in counts.items() if what.startswith(group + ": "))
         for group in ("pages", "links"))
-
 
 def read(tmp_path, text, *others, title="Page"):
     """(texts, [(shown, entity)], counts) of one article whose wikitext is `text`."""
@@ -66,7 +60,6 @@ def read(tmp_path, text, *others, title="Page"):
     assert accounted(counts), counts
     shown = [(line["text"][m["start"]:m["end"]], m["entity"]) for line in lines for m in line["mentions"]]
     return [line["text"] for line in lines], shown, counts
-
 
 # ---------------------------------------------------------------- links
 
@@ -93,9 +86,7 @@ def test_links_become_mentions(tmp_path, wikitext, text, shown, entity):
     texts, mentions, _ = read(tmp_path, wikitext)
     assert texts == [text] and mentions[0] == (shown, entity)
 
-
 NO_ARTICLE, HIDDEN = "to no article", "outside the prose"
-
 
 @pytest.mark.parametrize("wikitext, text, why", [
     ("x[[File:a.jpg|thumb|A dog.]]y", "xy", HIDDEN),
@@ -134,7 +125,6 @@ def test_links_that_are_not_mentions_are_counted_by_reason(tmp_path, wikitext, t
     assert texts[0] == text and mentions == [] and counts["links: " + why] == 1
     assert counts["links: kept"] == 0 and counts["pages: redirect"] == 2
 
-
 def test_redirects_are_followed_wherever_they_are(tmp_path):
     chain = [page("USA", "", redirect="U.S.A.#Top"), page("U.S.A.", "", redirect="United_States"),
              page("Loop", "", redirect="Loop 2"), page("Loop 2", "", redirect="Loop"),
@@ -145,7 +135,6 @@ def test_redirects_are_followed_wherever_they_are(tmp_path):
         assert [shown for shown, _ in mentions] == ["USA", "us", "United States"]
         assert {entity for _, entity in mentions} == {"United States"}
         assert counts["links: to no article"] == 4
-
 
 # ---------------------------------------------------------------- markup
 
@@ -169,7 +158,6 @@ def test_redirects_are_followed_wherever_they_are(tmp_path):
 def test_markup_is_removed(tmp_path, wikitext, texts):
     assert read(tmp_path, wikitext)[0] == texts
 
-
 def test_further_mentions_are_linked(tmp_path):
     text = ("'''Karovia''' has a king, [[Leon Holt]]. Leon Holt likes [[dog]]s. Dogs like Leon Holt."
             "\n\nLeon Holt Junior, Karovia-based, of North Karovia saw a dog, hotdogs, "
@@ -183,7 +171,6 @@ def test_further_mentions_are_linked(tmp_path):
         ("population", "Demographics of Karovia"), ("Rome", "Rome (city)")]
     assert counts["mentions"] == len(mentions) == counts["links: kept"] + 8 == 12
 
-
 @pytest.mark.parametrize("text, links, found", [
     ("York lies near New York City. New York City is not York: York is older.", {"New York City": "New York City"},
      [("New York City", "New York City")] * 2),
@@ -196,13 +183,11 @@ def test_a_target_is_linked_only_after_its_link_by_the_longest_name_in_any_lette
     [(_, extended)] = data.extend_mentions("Page", [(text, mentions)])
     assert [(text[m.start:m.end], m.entity) for m in extended] == found
 
-
 def test_a_page_of_many_similar_names_does_not_take_quadratic_time():
     paragraphs = [(f"Foo {i} is Foo {i}.", [data.Mention(0, len(f"Foo {i}"), f"Foo {i}")]) for i in range(3000)]
     start = time.process_time()
     list(data.extend_mentions("Page", paragraphs))
     assert time.process_time() - start < 5
-
 
 # ---------------------------------------------------------------- the dump
 
@@ -216,7 +201,6 @@ def test_pages_that_are_not_articles_are_counted(tmp_path):
         "pages: article": 4, "pages: other namespace": 1, "pages: redirect": 1, "pages: disambiguation page": 2}
     assert [line["title"] for line in lines_of(tmp_path / "out.jsonl.gz")] == ["A", "G", "H"]
     assert accounted(counts) and not list(tmp_path.glob("*.tmp"))
-
 
 def kill_worker(page):
     os._exit(9)
@@ -239,13 +223,11 @@ def test_any_number_of_workers_writes_the_same_file(tmp_path):
     assert [line["title"] for line in lines_of(tmp_path / "two.jsonl.gz")] == [f"P{i}" for i in range(150)]
     assert sum(1 for _ in data.read_corpus(tmp_path / "two.jsonl.gz")) == 150
 
-
 ENTITIES = "".join(f'<!ENTITY {y} "{10 * f"&{x};"}">' for x, y in zip("abcdefgh", "bcdefghi"))
 BOMB = (f'<!DOCTYPE m [<!ENTITY a "aaaaaaaaaa">{ENTITIES}]>'
         "<mediawiki><page><title>T</title><text>&i;</text></page></mediawiki>")
 CUT = "not a whole MediaWiki dump"
 NO_DUMP = CUT + " (ValueError: it does not begin like one)"
-
 
 @needs_parser
 @pytest.mark.parametrize("content, said", [
@@ -267,7 +249,6 @@ def test_a_file_that_is_not_a_whole_dump_gets_one_sentence_and_leaves_no_output(
     assert "d.xml" in str(e.value) and "\n" not in str(e.value) and time.time() - start < 10
     assert [p.name for p in tmp_path.iterdir()] == ["d.xml"]
 
-
 def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
     with pytest.raises(FileNotFoundError):
@@ -284,7 +265,6 @@ def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["data.py", "wiki", str(path), "--out", str(out)])
     assert data.main() == 1 and "mwparserfromhell" in capsys.readouterr().err
 
-
 @needs_parser
 @pytest.mark.parametrize("text", [
     "{{", "{|\n", "[[", "[[a|", "<ref>", "<!--", "<a ", "[http:x ", "[[x|[a", "{{convert||", "<div>",
@@ -295,12 +275,10 @@ def test_no_markup_keeps_the_parser_busy_for_minutes(text):
         data.read_article(("A", "article", text * (length // len(text))))
     assert time.process_time() - start < 30
 
-
 @pytest.mark.parametrize("section", ["{{a" * 300, "x " * 400_000])
 def test_a_section_that_would_take_minutes_is_left_out_and_counted(tmp_path, section):
     texts, _, counts = read(tmp_path, f"x\n== H ==\n{section}\n== I ==\ny")
     assert counts["sections left out"] == 1 and texts == ["x", "y"]
-
 
 @needs_real
 @needs_parser
@@ -323,7 +301,6 @@ def test_the_real_dump_is_accounted_for(tmp_path):
         assert all(t.text[m.start:m.end] == t.text[m.start:m.end].strip() != "" for m in t.mentions)
         assert all(a.end <= b.start for a, b in zip(t.mentions, t.mentions[1:]))
 
-
 @needs_real
 @needs_parser
 def test_the_tables_of_a_real_dump_are_removed(tmp_path):
@@ -331,7 +308,6 @@ def test_the_tables_of_a_real_dump_are_removed(tmp_path):
     assert accounted(counts) and counts["pages: article"] == 5 and counts["links: outside the prose"] > 2000
     debris = re.compile(r"\[\[|[{}|<>]|\]\]")
     assert not [line for line in lines_of(tmp_path / "out.jsonl") if debris.search(line["text"])]
-
 
 # ---------------------------------------------------------------- KILT
 
@@ -364,7 +340,6 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
     with pytest.raises(UserError, match="k.jsonl:1: not UTF-8|k.jsonl:1: .*in UTF-8"):
         data.kilt(path, out)
 
-
 @pytest.mark.parametrize("line", ["[1]", "{", '{"wikipedia_title": "A", "text": ["a"]}',
                                   '{"wikipedia_title": "A", "text": ["A", 3], "anchors": []}',
                                   '{"wikipedia_title": "A", "text": "AB", "anchors": []}',
@@ -377,7 +352,6 @@ def test_a_file_that_is_not_from_kilt_is_refused(tmp_path, line):
         data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")
     assert "\n" not in str(e.value) and not (tmp_path / "out.jsonl").exists()
 
-
 def test_an_empty_corpus_or_file_of_examples_is_not_written(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     for convert in (lambda: data.kilt(tmp_path / "empty.jsonl", tmp_path / "out.jsonl"),
@@ -386,12 +360,10 @@ def test_an_empty_corpus_or_file_of_examples_is_not_written(tmp_path):
             convert()
     assert [p.name for p in tmp_path.iterdir()] == ["empty.jsonl"]
 
-
 # ---------------------------------------------------------------- task files
 
 MENTIONS = [("the French capital", "Paris"), ("Paris", "Paris"), ("Mercury", "Mercury_(planet)"),
             ("United States of America", "United_States"), ("America", "United_States")]
-
 
 @pytest.fixture
 def corpus(tmp_path):
@@ -400,7 +372,6 @@ def corpus(tmp_path):
         for shown, entity in MENTIONS])
     return tmp_path / "corpus.jsonl"
 
-
 def run(tmp_path, name, content, suffix="json", **options):
     path = tmp_path / f"published.{suffix}"
     if not isinstance(content, str):
@@ -408,7 +379,6 @@ def run(tmp_path, name, content, suffix="json", **options):
     path.write_text(content)
     data.task(name, [path], tmp_path / "examples.jsonl", **options)
     return lines_of(tmp_path / "examples.jsonl")
-
 
 def test_claims(tmp_path, capsys):
     fever = [{"id": 1, "label": label, "claim": f"c {label}", "evidence": [[[1, 2, "Gold", 0]]]}
@@ -421,7 +391,6 @@ def test_claims(tmp_path, capsys):
     assert [e["label"] for e in run(tmp_path, "hover", hover)] == ["SUPPORTS", "REFUTES"]
     fm2 = [{"text": "c", "label": "REFUTES", "gold_evidence": [{"text": "Gold"}]}]
     assert run(tmp_path, "fm2", fm2, "jsonl") == [{"text": "c", "label": "REFUTES"}]
-
 
 def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus, capsys):
     trivia = {"Domain": "unfiltered", "Data": [
@@ -446,11 +415,9 @@ def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus,
     entity = [{"question": "q", "answers": ["United States of America"]}]
     assert run(tmp_path, "entityquestions", entity, corpus=corpus)[0]["answers"] == ["United_States"]
 
-
 def test_questions_need_a_corpus(tmp_path):
     with pytest.raises(UserError, match="--corpus"):
         run(tmp_path, "entityquestions", [{"question": "q", "answers": ["a"]}])
-
 
 @pytest.mark.parametrize("name, record", [
     ("complexwebquestions", {"question": "q", "answer": "Germany"}),
@@ -467,7 +434,6 @@ def test_a_file_of_another_task_is_refused(tmp_path, corpus, name, record):
     with pytest.raises(UserError, match=f"is this a labelled {name} file"):
         run(tmp_path, name, [record], corpus=corpus)
     assert not (tmp_path / "examples.jsonl").exists()
-
 
 @pytest.mark.parametrize("name, content, suffix, n", [
     ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], "jsonl", 2),
@@ -486,7 +452,6 @@ def test_a_bad_record_is_named(tmp_path, corpus, name, content, suffix, n):
         run(tmp_path, name, content, suffix, corpus=corpus)
     assert "\n" not in str(e.value)
 
-
 @needs_real
 @pytest.mark.parametrize("name, file, counts", [
     ("fever", "fever/paper_dev.jsonl", {"SUPPORTS": 3333, "REFUTES": 3333, "NOT ENOUGH INFO": 3333}),
@@ -497,7 +462,6 @@ def test_the_real_claims(tmp_path, name, file, counts):
     labels = [line["label"] for line in lines_of(tmp_path / "out.jsonl")]
     assert {label: labels.count(label) for label in set(labels)} == counts
 
-
 @pytest.mark.slow
 @needs_real
 def test_the_real_questions_agree_with_the_given_pairing(tmp_path):
@@ -507,7 +471,6 @@ def test_the_real_questions_agree_with_the_given_pairing(tmp_path):
              zip(lines_of(tmp_path / "out.jsonl"), lines_of(REAL / "paired" / "entityquestions_train.jsonl"))]
     assert len(pairs) == 420 and sum(bool(ours) for ours, _ in pairs) > 340     # the others need aliases
     assert all(ours <= theirs for ours, theirs in pairs)
-
 
 # ---------------------------------------------------------------- noun chunks
 
