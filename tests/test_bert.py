@@ -2,6 +2,7 @@
 
     TOME_BERT=FOLDER python -m pytest tests/test_bert.py      # compares a real one with transformers, if installed
 """
+import io
 import json
 import math
 import os
@@ -25,14 +26,12 @@ from tome import TOME, BatchTOME, coreference_loss, mlm_loss, part_of, read_publ
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", *LETTERS, *("##" + c for c in LETTERS)]
+BIN = "pytorch_model.bin"
 DIMS = {"vocab_size": len(VOCAB), "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
         "intermediate_size": 20, "max_position_embeddings": 256, "type_vocab_size": 2, "hidden_act": "gelu",
         "model_type": "bert"}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A second implementation of BERT
-
+# ---------------------------------------------------------------- a second implementation of BERT
 
 def random_bert(dims=DIMS, mlm=True, seed=0):
     """Tensors under their published names, without prefix."""
@@ -66,12 +65,10 @@ def random_bert(dims=DIMS, mlm=True, seed=0):
         w["cls.predictions.bias"] = torch.randn(v, generator=g)
     return w
 
-
 def gelu(x, name="gelu"):
     if name == "gelu":
         return x * (1 + torch.erf(x / math.sqrt(2))) / 2
     return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3))) / 2
-
 
 def bert_forward(w, tokens, mask, dims=DIMS):
     """Hidden states after the embeddings and after each layer, and MLM logits: one head of one passage at a time."""
@@ -104,19 +101,6 @@ def bert_forward(w, tokens, mask, dims=DIMS):
     x = gelu(linear(states[-1], "cls.predictions.transform.dense"), dims["hidden_act"])
     return states, norm(x, "cls.predictions.transform") @ embedding["word"].T + w["cls.predictions.bias"]
 
-
-def write_safetensors(path, tensors):
-    names = {np.dtype("float32"): "F32", np.dtype("float16"): "F16", np.dtype("int64"): "I64"}
-    header, body = {"__metadata__": {"format": "pt"}}, b""
-    for name, tensor in tensors.items():
-        array = tensor.numpy()
-        header[name] = {"dtype": names[array.dtype], "shape": list(array.shape),
-                        "data_offsets": [len(body), len(body) + array.nbytes]}
-        body += array.tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
-
-
 def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_names=False):
     """Writes the folder of a BERT as it is published."""
     folder.mkdir(exist_ok=True)
@@ -129,12 +113,11 @@ def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_
         published = {name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"):
                      tensor for name, tensor in published.items()}
     if kind == "safetensors":
-        pytest.importorskip("safetensors", reason="pip install safetensors")
-        write_safetensors(folder / "model.safetensors", published)
+        safetensors = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+        safetensors.save_file(published, folder / "model.safetensors", {"format": "pt"})
     else:
-        torch.save(published, folder / "pytorch_model.bin")
+        torch.save(published, folder / BIN)
     return folder
-
 
 def write_corpus(path):
     """A few dozen passages about letters."""
@@ -142,14 +125,18 @@ def write_corpus(path):
     for i in range(48):
         words = ["".join(rng.choice(list(LETTERS), 3)) for _ in range(6)]
         words += [f"place{c}" for c in rng.choice(list("abcdef"), 3, replace=False)]
-        text, mentions = " ".join(words), []
-        for word in words[6:]:
-            mentions.append({"start": text.index(word), "end": text.index(word) + len(word), "entity": word})
-        lines.append(json.dumps({"title": f"article {i}", "text": text, "mentions": mentions,
-                                 "split": "train" if i < 40 else "held_out"}) + "\n")
-    path.write_text("".join(lines))
+        text = " ".join(words)
+        mentions = [{"start": text.index(word), "end": text.index(word) + len(word), "entity": word}
+                    for word in words[6:]]
+        lines.append({"title": f"article {i}", "text": text, "mentions": mentions,
+                      "split": "train" if i < 40 else "held_out"})
+    data.write_lines(path, lines)
     return path
 
+def command_from_bert(tmp_path, *words, **bert):
+    """A command on a corpus and from a BERT that are written here; its last two words are --init and the BERT."""
+    corpus, folder = write_corpus(tmp_path / "corpus.jsonl"), write_bert(tmp_path / "bert", **bert)
+    return [*words, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--init", str(folder)]
 
 def read(folder):
     """(embeddings, block of all layers, MLM head or None) with the weights of that folder."""
@@ -165,22 +152,17 @@ def read(folder):
         head.load_state_dict(part_of(state, "mlm."))
     return embeddings, block, head
 
-
 def read_by(layer, H, mask):
     """The output of a block with only this layer."""
     block = TransformerBlock(Config(), 0)
     block.layers.append(layer)
     return block(H, mask)
 
-
 def padded_passages():
     mask = torch.arange(9) < torch.tensor([[9], [6], [1]])
     return torch.randint(5, len(VOCAB), mask.shape, generator=torch.Generator().manual_seed(5)) * mask, mask
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The layouts
-
+# ---------------------------------------------------------------- the layouts
 
 @pytest.mark.parametrize("old_names", [False, True], ids=["weight-bias", "gamma-beta"])
 @pytest.mark.parametrize("mlm", [True, False], ids=["mlm", "no-mlm"])
@@ -202,7 +184,6 @@ def test_a_checkpoint_of_any_published_layout_gives_berts_hidden_states(tmp_path
     if mlm:
         torch.testing.assert_close(head(H, embeddings.word.weight)[mask], logits[mask], atol=2e-5, rtol=0)
 
-
 class Malicious:
     """Unpickling it would create a folder."""
     def __init__(self, path):
@@ -211,22 +192,17 @@ class Malicious:
     def __reduce__(self):
         return os.mkdir, (self.path,)
 
-
 def change(**values):
     return lambda folder: (folder / "config.json").write_text(json.dumps({**DIMS, **values}))
-
 
 def without(key):
     return lambda folder: (folder / "config.json").write_text(json.dumps({k: v for k, v in DIMS.items() if k != key}))
 
-
 def write(name, content):
-    return lambda folder: (folder / name).write_bytes(content)
-
+    return lambda folder: (folder / name).write_bytes(content(folder) if callable(content) else content)
 
 def remove(name):
     return lambda folder: (folder / name).unlink()
-
 
 def other_tensors(edit):
     """The weights after edit(tensors)."""
@@ -236,56 +212,30 @@ def other_tensors(edit):
         write_bert(folder, tensors)
     return damage
 
-
-def only_bin(content):
-    return lambda folder: (folder / "pytorch_model.bin").write_bytes(content(folder) if callable(content) else content)
-
-
-def legacy_pickle(folder):
-    return pickle.dumps(Malicious(folder / "harm"), protocol=2)
-
-
-def zipped_pickle(folder):
-    torch.save({"embeddings": Malicious(folder / "harm")}, folder / "other")
-    return (folder / "other").read_bytes()
-
-
-def whole_model(folder):
-    torch.save(torch.nn.Linear(2, 2), folder / "other")
-    return (folder / "other").read_bytes()
-
+def saved(value):
+    """The bytes that torch.save writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 def in_two(folder):
     """The tensors of the folder's pytorch_model.bin in two files and an index, as large models are published."""
-    tensors, names = torch.load(folder / "pytorch_model.bin"), [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    tensors, names = torch.load(folder / BIN), [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     for i, name in enumerate(names):
         torch.save({key: tensors[key] for key in [*tensors][i::2]}, folder / name)
     index = {"weight_map": {key: names[i % 2] for i, key in enumerate(tensors)}}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    (folder / "pytorch_model.bin").unlink()
-
-
-def half_a_bin(folder):
-    torch.save(random_bert(), folder / "other")
-    return (folder / "other").read_bytes()[:5000]
-
-
-def rename(change):
-    """Rewrites the folder's pytorch_model.bin with renamed tensors."""
-    def edit(folder):
-        tensors = torch.load(folder / "pytorch_model.bin")
-        torch.save({change(name): tensor for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
-    return edit
-
+    (folder / BIN).unlink()
 
 def edit_bin(change):
     """Rewrites the folder's pytorch_model.bin as change(tensors)."""
-    return lambda folder: torch.save(change(torch.load(folder / "pytorch_model.bin")), folder / "pytorch_model.bin")
+    return lambda folder: torch.save(change(torch.load(folder / BIN)), folder / BIN)
 
+def rename(change):
+    return edit_bin(lambda tensors: {change(name): tensor for name, tensor in tensors.items()})
 
 def sparse(tensors):
     return {name: x.to_sparse() if "output.dense.weight" in name else x for name, x in tensors.items()}
-
 
 def with_copies(tensors):
     """As some versions of transformers save a head: tied word embeddings again, and the bias under another name."""
@@ -293,16 +243,15 @@ def with_copies(tensors):
     return tensors | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"],
                       "cls.predictions.decoder.bias": bias}
 
-
 WRITTEN_OTHERWISE = {
     "module.": rename(lambda name: "module." + name), "_orig_mod.": rename(lambda name: "_orig_mod." + name),
     "both": rename(lambda name: "module._orig_mod." + name),
     "inside": rename(lambda name: name.replace("layer.1.", "layer.1._checkpoint_wrapped_module.")),
-    "in two files": in_two, "in a checkpoint of a training": edit_bin(lambda tensors: {"epoch": 3, "state_dict": tensors}),
+    "in two files": in_two,
+    "in a checkpoint of a training": edit_bin(lambda tensors: {"epoch": 3, "state_dict": tensors}),
     "sparse": edit_bin(sparse), "with copies": edit_bin(with_copies),
     "a config in UTF-8": change(id2label={"0": "\u00dcberraschung"}), "gelu_python": change(hidden_act="gelu_python"),
 }
-
 
 @pytest.mark.parametrize("otherwise", WRITTEN_OTHERWISE.values(), ids=WRITTEN_OTHERWISE)
 def test_a_bert_stored_in_another_form_gives_the_same_weights(tmp_path, otherwise):
@@ -314,19 +263,19 @@ def test_a_bert_stored_in_another_form_gives_the_same_weights(tmp_path, otherwis
     assert state.keys() == again[1].keys()
     assert all(torch.equal(tensor, again[1][name]) for name, tensor in state.items())
 
-
 def test_unused_tensors_are_named(tmp_path):
     folder = write_bert(tmp_path)
-    more = {"bert.encoder.layer.1.attention.self.distance_embedding.weight": torch.ones(3, 3), "cls.seq_relationship.bias":
-            torch.ones(2), "cls.predictions.decoder.weight": torch.ones(len(VOCAB), 12)}
+    more = {"bert.encoder.layer.1.attention.self.distance_embedding.weight": torch.ones(3, 3),
+            "cls.seq_relationship.bias": torch.ones(2), "cls.predictions.decoder.weight": torch.ones(len(VOCAB), 12)}
     edit_bin(lambda tensors: tensors | more)(folder)
     unused = read_published(folder, Config(n_upper=2))[3]
-    assert unused == ["blocks.0.transformer.layers.0.attention.self.distance_embedding.weight", "cls", "mlm.weight", "pooler"]
-
+    assert unused == ["blocks.0.transformer.layers.0.attention.self.distance_embedding.weight", "cls", "mlm.weight",
+                      "pooler"]
 
 def test_a_berts_files_are_read_as_utf_8_in_any_locale(tmp_path):
     folder = write_bert(tmp_path)
-    (folder / "config.json").write_text(json.dumps({**DIMS, "id2label": {"0": "\u00dcberraschung"}}, ensure_ascii=False), "utf-8")
+    config = json.dumps({**DIMS, "id2label": {"0": "\u00dcberraschung"}}, ensure_ascii=False)
+    (folder / "config.json").write_text(config, "utf-8")
     (folder / "tokenizer_config.json").write_text('{"name_or_path": "\u00fc"}', "utf-8")
     program = ("import sys, locale, tome, encoder\nassert 'utf' not in locale.getpreferredencoding(False).lower()\n"
                "tome.read_published(sys.argv[1], encoder.Config(n_upper=2))")
@@ -334,23 +283,17 @@ def test_a_berts_files_are_read_as_utf_8_in_any_locale(tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     assert subprocess.run([sys.executable, "-c", program, str(folder)], env=plain, cwd=root).returncode == 0
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenisation
-
+# ---------------------------------------------------------------- tokenisation
 
 CASED = [c.upper() for c in LETTERS] + ["Paris", "##S"]
 ACCENTS = ["\u00fc", "z\u00fcrich", "##\u00e9"]
-
 
 def vocabulary(folder, *words):
     (folder / "vocab.txt").write_text("\n".join([*VOCAB, *words]) + "\n", "utf-8")
     return data.load_tokenizer(folder / "vocab.txt")
 
-
 def tokens(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).tokens
-
 
 def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     text = "Paris Z\u00fcrich ab"
@@ -363,17 +306,16 @@ def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     stray = vocabulary(tmp_path, *(f"w{i}" for i in range(2000)), "I", "\u00fc")              # as in the Chinese BERT
     assert tokens(stray, text) == plain
 
-
 def test_a_vocabulary_trained_here_is_read_back_as_lower_case_without_accents(tmp_path):
     """In any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
     texts = ["\u1f08\u03b8\u03ae\u03bd\u03b1\u03b9 \u0419\u043e\u0448\u043a\u0430\u0440 \u0130stanbul "
-             "\u0939\u093f\u0902\u0926\u0940 \u0645\u064e\u0643\u0651\u0629 \ud55c\uad6d Vi\u1ec7t \u10d7\u10d1 \u2160 \u212b \u1e9e \u01c5"]
+             "\u0939\u093f\u0902\u0926\u0940 \u0645\u064e\u0643\u0651\u0629 \ud55c\uad6d Vi\u1ec7t \u10d7\u10d1 "
+             "\u2160 \u212b \u1e9e \u01c5"]
     trained = data.train_tokenizer(texts, 500)
     number = trained.get_vocab()
     (tmp_path / "vocab.txt").write_text("\n".join(sorted(number, key=number.get)), "utf-8")
     again = data.load_tokenizer(tmp_path / "vocab.txt")
     assert tokens(again, texts[0]) == tokens(trained, texts[0]) and "[UNK]" not in tokens(trained, texts[0])
-
 
 def test_empty_and_repeated_lines_of_a_vocabulary_keep_their_numbers_and_the_last_repeat_wins(tmp_path):
     tokenizer = vocabulary(tmp_path, "ab", "", "cd", "ab", "")
@@ -382,10 +324,10 @@ def test_empty_and_repeated_lines_of_a_vocabulary_keep_their_numbers_and_the_las
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
     assert corpus.vocab_size == len(VOCAB) + 5 and corpus.tokenizer.get_vocab() == tokenizer.get_vocab()
 
-
 def fast(folder, edit=lambda tokenizer: None, words=VOCAB, **normalizer):
     """Writes the folder's tokenizer.json, as the library `tokenizers` makes it for a BERT."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    numbers = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**normalizer)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     tokenizer.add_special_tokens([word for word in words if word.startswith("[") and "unused" not in word])
@@ -393,20 +335,18 @@ def fast(folder, edit=lambda tokenizer: None, words=VOCAB, **normalizer):
     edit(tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
 
-
 def spaces(tokenizer):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-
 
 def says(**values):
     return write("tokenizer_config.json", json.dumps(values).encode())
 
-
 AGREE = {
     "nothing": ([], lambda folder: None), "uncased": ([], says(do_lower_case=True, strip_accents=None)),
     "strips": ([], says(strip_accents=True)), "cased": (CASED, says(do_lower_case=False)),
-    "keeps": (ACCENTS, says(do_lower_case=True, strip_accents=False)), "keeps, unsaid": (ACCENTS, says(do_lower_case=True)),
-    "fast": ([], lambda folder: fast(folder)), "fast, said again": ([], lambda folder: fast(folder, strip_accents=True)),
+    "keeps": (ACCENTS, says(do_lower_case=True, strip_accents=False)),
+    "keeps, unsaid": (ACCENTS, says(do_lower_case=True)),
+    "fast": ([], fast), "fast, said again": ([], lambda folder: fast(folder, strip_accents=True)),
     "fast, cased": (CASED, lambda folder: fast(folder, words=[*VOCAB, *CASED], lowercase=False)),
     "fast, keeps": (ACCENTS, lambda folder: fast(folder, words=[*VOCAB, *ACCENTS], strip_accents=False))}
 DIFFER = {
@@ -421,16 +361,14 @@ DIFFER = {
     "fast, keeps": ([], lambda folder: fast(folder, strip_accents=False), "tokenizer.json tokenises"),
     "fast, signs": ([], lambda folder: fast(folder, handle_chinese_chars=False), "tokenizer.json tokenises"),
     "fast, spaces": ([], lambda folder: fast(folder, spaces), "tokenizer.json tokenises"),
-    "fast, other words": ([], lambda folder: fast(folder, words=[*VOCAB[:7], *VOCAB[:6:-1]]), "tokenizer.json tokenises"),
+    "fast, other words": ([], lambda folder: fast(folder, words=VOCAB[:7] + VOCAB[:6:-1]), "tokenizer.json tokenises"),
     "fast, no JSON": ([], write("tokenizer.json", b"{"), "cannot be read as a BERT")}
-
 
 @pytest.mark.parametrize("words, edit", AGREE.values(), ids=AGREE)
 def test_a_bert_whose_files_agree_on_tokenisation_is_read(tmp_path, words, edit):
     vocabulary(write_bert(tmp_path), *words)
     edit(tmp_path)
     read_published(tmp_path, Config(n_upper=2))
-
 
 @pytest.mark.parametrize("words, edit, message", DIFFER.values(), ids=DIFFER)
 def test_a_bert_whose_files_disagree_on_tokenisation_is_refused(tmp_path, words, edit, message):
@@ -440,7 +378,6 @@ def test_a_bert_whose_files_disagree_on_tokenisation_is_refused(tmp_path, words,
         read_published(tmp_path, Config(n_upper=2))
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
-
 def test_half_precision_weights_are_read_as_float32(tmp_path):
     tensors = {name: tensor.half() for name, tensor in random_bert().items()}
     _, block, _ = read(write_bert(tmp_path, tensors))
@@ -448,13 +385,11 @@ def test_half_precision_weights_are_read_as_float32(tmp_path):
     assert down.dtype == torch.float32
     assert torch.equal(down, tensors["encoder.layer.0.output.dense.weight"].float())
 
-
 @pytest.mark.parametrize("n_layers, n_upper, below", [(12, 8, 4), (6, 1, 5)])
-def test_the_preset_decides_how_many_of_berts_layers_are_above_the_first_memory_layer(tmp_path, n_layers, n_upper, below):
+def test_the_preset_decides_how_many_of_berts_layers_are_above_the_memory(tmp_path, n_layers, n_upper, below):
     write_bert(tmp_path, random_bert({**DIMS, "num_hidden_layers": n_layers}))
     config, _, _, _ = read_published(tmp_path, Config(n_upper=n_upper, n_blocks=2))
     assert (config.n_initial, config.n_upper, config.n_blocks) == (below, n_upper, 1)
-
 
 @pytest.mark.parametrize("n_blocks", [1, 2])
 @torch.no_grad()
@@ -467,20 +402,20 @@ def test_batch_tome_started_from_a_bert_computes_the_same_as_that_bert_without_m
     corpus = data.Corpus.build(write_corpus(tmp_path / "corpus.jsonl"), tmp_path / "corpus", tokenizer, 64, 128)
     run, _ = train.settle(train.parse_arguments(["--stage", "batch-tome", "--preset", "mini", "--init", str(folder),
                                                  "--out", str(tmp_path / "run")]))
-    run.config, run.batch_tome_config, run.corpus, run.tokenizer = config, replace(config, n_blocks=1), corpus, tokenizer
+    run.config, run.batch_tome_config = config, replace(config, n_blocks=1)
+    run.corpus, run.tokenizer = corpus, tokenizer
     tome = train.new_batch_tome(run, run.seed).tome
     tokens, mask = padded_passages()
     states, _ = bert_forward(tensors, tokens, mask)
     torch.testing.assert_close(tome(tokens, mask)[0][mask], states[-1][mask], atol=1e-5, rtol=0)
     assert ("mlm" in capsys.readouterr().out) == (n_blocks == 2)
 
-
 def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(tmp_path, monkeypatch):
-    """Four steps with memory_from .5, interrupted and resumed after the third. The memory is used from the third step on,
-    and the query and key layers are set just before it."""
-    write_bert(tmp_path / "bert", random_bert())
+    """Four steps with memory_from .5, interrupted and resumed after the third. The memory is used from the third step
+    on, and the query and key layers are set just before it."""
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
                                                "save_every": 1, "eval_mentions": 4})
+    command = command_from_bert(tmp_path, "--stage", "batch-tome", "--steps", "4", "--batch", "8")
     asked, fitted = [], []          # coreference runs twice per step before the fit, then once
     coref, fit, save = train.coreference_loss, train.fit_retrieval, torch.save
 
@@ -501,50 +436,45 @@ def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(
     monkeypatch.setattr(train, "coreference_loss", watched_coref)
     monkeypatch.setattr(train, "fit_retrieval", watched_fit)
     monkeypatch.setattr(torch, "save", stop_after_the_third)
-    command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
-               "--out", str(tmp_path / "run"), "--steps", "4", "--batch", "8"]
     assert train.main(command) == 130
     monkeypatch.setattr(torch, "save", save)
     assert train.main(command) == 0
     assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is repeated
 
 def test_a_corpus_cannot_be_rebuilt_without_the_vocabulary_of_its_bert(tmp_path, monkeypatch, capsys):
-    write_bert(tmp_path / "bert", random_bert())
-    monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "cluster": 8, "log_every": 9, "eval_mentions": 4})
-    command = ["--stage", "batch-tome", "--corpus", str(write_corpus(tmp_path / "corpus.jsonl")), "--init", str(tmp_path / "bert"),
-               "--out", str(tmp_path / "run"), "--steps", "1", "--batch", "8"]
+    monkeypatch.setitem(train.PRESETS, "toy", train.PRESETS["toy"] | {"cluster": 8, "log_every": 9, "eval_mentions": 4})
+    command = command_from_bert(tmp_path, "--stage", "batch-tome", "--steps", "1", "--batch", "8")
     assert train.main(command) == 0
     (tmp_path / "bert").rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "run" / "corpus")
     capsys.readouterr()
-    assert train.main([*command[:4], *command[6:]]) == 1
+    assert train.main(command[:-2]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{tmp_path / 'bert'}: No such file" in error
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
-
+# ---------------------------------------------------------------- errors
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:68d45e\nsize 440449768\n"
 DAMAGES = {
     "no config.json": (remove("config.json"), r"No such file.*config.json"),
-    "no weights": (remove("pytorch_model.bin"), "contains neither model.safetensors nor pytorch_model.bin"),
+    "no weights": (remove(BIN), "contains neither model.safetensors nor pytorch_model.bin"),
     "config.json is not JSON": (write("config.json", b"{"), "cannot be read as a BERT"),
     "config.json is a list": (write("config.json", b"[]"), "cannot be read as a BERT"),
     "config.json without heads": (without("num_attention_heads"), "it has no 'num_attention_heads'"),
     "another kind of model": (change(model_type="roberta"), "its model_type is roberta, not bert"),
-    "relative positions": (change(position_embedding_type="relative_key"), "its position_embedding_type is relative_key"),
+    "relative positions": (change(position_embedding_type="relative_key"),
+                           "its position_embedding_type is relative_key"),
     "another epsilon": (change(layer_norm_eps=0.1), "its layer_norm_eps is 0.1, not 1e-12"),
     "another activation": (change(hidden_act="relu"), "its hidden_act is relu, not gelu or .*gelu_new"),
     "a number of heads that is not a number": (change(num_attention_heads="many"), "cannot be read as a BERT"),
-    "heads that do not divide the hidden size": (change(num_attention_heads=5), "hidden size 12 is not a multiple of 5 heads"),
+    "heads that do not divide the size": (change(num_attention_heads=5), "hidden size 12 is not a multiple of 5 heads"),
     "too few layers": (other_tensors(lambda w: w.pop("encoder.layer.2.intermediate.dense.bias")),
                        "it has only 2 layers; --n-upper 2 needs at least 3"),
     "a wrong shape": (other_tensors(lambda w: w.update({"encoder.layer.0.output.dense.bias": torch.zeros(3)})),
                       "size mismatch for tome.initial.layers.0.down.bias"),
-    "another hidden size": (other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
-                            "size mismatch for tome.embeddings.position.weight"),
+    "another hidden size": (
+        other_tensors(lambda w: w.update({"embeddings.position_embeddings.weight": torch.ones(9, 5)})),
+        "size mismatch for tome.embeddings.position.weight"),
     "a missing layer": (other_tensors(lambda w: [w.pop(name) for name in [*w] if "layer.1." in name]
                                       and w.update({"encoder.layer.3.intermediate.dense.bias": torch.zeros(20)})),
                         "it has no 'blocks.0.transformer.layers.0"),
@@ -555,27 +485,30 @@ DAMAGES = {
     "no word embeddings": (other_tensors(lambda w: w.pop("embeddings.word_embeddings.weight")),
                            "it has no 'embeddings.word.weight'"),
     "half an MLM head": (other_tensors(lambda w: w.pop("cls.predictions.bias")), "it has no 'mlm.bias'"),
-    "whole numbers": (other_tensors(lambda w: w.update({"encoder.layer.1.output.dense.weight": torch.ones(12, 20).char()})),
-                      "down.weight contains a value that is not a finite number"),
+    "whole numbers": (
+        other_tensors(lambda w: w.update({"encoder.layer.1.output.dense.weight": torch.ones(12, 20).char()})),
+        "down.weight contains a value that is not a finite number"),
     "NaN": (other_tensors(lambda w: w["embeddings.word_embeddings.weight"].fill_(math.nan)),
-                              "embeddings.word.weight contains a value that is not a finite"),
-    "a sparse tensor beyond its shape": (other_tensors(lambda w: w.update({"embeddings.word_embeddings.weight":
-        torch.sparse_coo_tensor([[0], [10 ** 9]], [1.0], (len(VOCAB), 12), check_invariants=False)})), "cannot be read as a BERT"),
-    "a .bin that is text": (only_bin(b"not a checkpoint"), "pytorch_model.bin is not a PyTorch file; it begins with b'not a check"),
-    "a .bin that is a web page": (only_bin(b"<!DOCTYPE html>"), "pytorch_model.bin is not a PyTorch file; it begins with b'<!DOCTYPE html>'"),
-    "an empty .bin": (only_bin(b""), "pytorch_model.bin is not a PyTorch file; it begins with b''"),
-    "a truncated .bin": (only_bin(half_a_bin), "cannot be read as a BERT"),
-    "a .bin of a list": (only_bin(lambda folder: torch.save([1], folder / "x") or (folder / "x").read_bytes()),
-                         "cannot be read as a BERT"),
-    "a malicious .bin": (only_bin(legacy_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
-    "a malicious zipped .bin": (only_bin(zipped_pickle), "contains a Python object, posix.mkdir; only tensors are read"),
-    "a whole model in a .bin": (only_bin(whole_model), "contains a Python object, torch.nn.modules.linear.Linear; only tensors"),
-    "one of two files missing": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
+            "embeddings.word.weight contains a value that is not a finite"),
+    "a sparse tensor beyond its shape": (
+        other_tensors(lambda w: w.update({"embeddings.word_embeddings.weight": torch.sparse_coo_tensor(
+            [[0], [10 ** 9]], [1.0], (len(VOCAB), 12), check_invariants=False)})), "cannot be read as a BERT"),
+    **{f"a .bin of {content}": (write(BIN, content), f"{BIN} is not a PyTorch file; it begins with {begin}")
+       for content, begin in ((b"not a checkpoint", "b'not a check"), (b"<!DOCTYPE html>", "b'<!DOCTYPE html>'"),
+                              (b"", "b''"))},
+    "a truncated .bin": (write(BIN, saved(random_bert())[:5000]), "cannot be read as a BERT"),
+    "a .bin of a list": (write(BIN, saved([1])), "cannot be read as a BERT"),
+    "a malicious .bin": (write(BIN, lambda folder: pickle.dumps(Malicious(folder / "harm"), protocol=2)),
+                         "contains a Python object, posix.mkdir; only tensors are read"),
+    "a malicious zipped .bin": (write(BIN, lambda folder: saved({"embeddings": Malicious(folder / "harm")})),
+                                "contains a Python object, posix.mkdir; only tensors are read"),
+    "a whole model in a .bin": (write(BIN, lambda folder: saved(torch.nn.Linear(2, 2))),
+                                "contains a Python object, torch.nn.modules.linear.Linear; only tensors"),
+    "one file of two missing": (lambda folder: (in_two(folder), (folder / "pytorch_model-00002-of-00002.bin").unlink()),
                                 "it has no '|it has only [12] layers; --n-upper 2"),
     **{f"a pointer of Git LFS, {name}": (write(name, LFS), f"{name} is a Git LFS pointer; run git lfs pull")
-       for name in ("pytorch_model.bin", "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
+       for name in (BIN, "config.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")},
 }
-
 
 @pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES)
 def test_an_unusable_checkpoint_is_refused_in_one_sentence(tmp_path, damage, message):
@@ -584,7 +517,6 @@ def test_an_unusable_checkpoint_is_refused_in_one_sentence(tmp_path, damage, mes
         read_published(tmp_path / "bert", Config(n_upper=2))
     assert "\n" not in str(error.value) and str(tmp_path / "bert") in str(error.value)
     assert not (tmp_path / "bert" / "harm").exists()
-
 
 def test_a_truncated_safetensors_file_is_refused_in_one_sentence(tmp_path):
     write_bert(tmp_path, kind="safetensors")
@@ -600,27 +532,22 @@ def test_a_truncated_safetensors_file_is_refused_in_one_sentence(tmp_path):
     file.write_bytes(whole)
     read_published(tmp_path, Config(n_upper=2))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# --init, a real checkpoint, and the paper's size
-
+# ---------------------------------------------------------------- --init, a real checkpoint, and the paper's size
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks, capsys):
-    bert, out = write_bert(tmp_path / "bert", random_bert(mlm=False)), tmp_path / "run"
-    command = ["--stage", "batch-tome", "--preset", "mini", "--init", str(bert), "--corpus",
-               str(write_corpus(tmp_path / "corpus.jsonl")), "--out", str(out), "--steps", "2", "--device", "cpu"]
-    assert train.main(command) == 0
+    out = tmp_path / "run"
+    words = "--stage batch-tome --preset mini --steps 2 --device cpu".split()
+    assert train.main(command_from_bert(tmp_path, *words, tensors=random_bert(mlm=False))) == 0
     assert "has no weights for blocks.0.memory_attention, mlm" in capsys.readouterr().out
     model = torch.load(out / "batch-tome.pt", weights_only=True)["model"]
     assert model["tome.embeddings.word.weight"].shape == (len(VOCAB), 12)
     tokenizer = data.load_tokenizer(out / "corpus" / "vocab.txt")
     assert [tokenizer.token_to_id(t) for t in ("[MASK]", "[E_start]", "[E_end]", "a", "##a")] == [4, 5, 6, 7, 33]
-    (bert / "config.json").unlink()             # once the stage is finished the folder is not needed
+    (tmp_path / "bert" / "config.json").unlink()             # once the stage is finished the folder is not needed
     run = train.read_run(out, blocks).open()
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
-
 
 def test_init_from_a_folder_without_a_bert_is_refused_before_anything_is_written(tmp_path, capsys):
     assert train.main(["--stage", "batch-tome", "--init", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
@@ -628,10 +555,8 @@ def test_init_from_a_folder_without_a_bert_is_refused_before_anything_is_written
     assert error.count("\n") == 1 and "neither model.safetensors nor" in error
     assert not (tmp_path / "run").exists()
 
-
 def test_a_dimension_set_by_the_bert_cannot_be_changed(tmp_path, capsys):
-    bert, corpus = write_bert(tmp_path / "bert", random_bert()), write_corpus(tmp_path / "corpus.jsonl")
-    command = ["--stage", "memory", "--init", str(bert), "--corpus", str(corpus), "--out", str(tmp_path / "run")]
+    command = command_from_bert(tmp_path, "--stage", "memory")
     assert train.main([*command, "--hidden", "24"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--hidden" in error and "12" in error
@@ -639,14 +564,11 @@ def test_a_dimension_set_by_the_bert_cannot_be_changed(tmp_path, capsys):
     run, _ = train.settle(train.parse_arguments([*command, "--clip", "2"]))
     (tmp_path / "run").mkdir()
     data.write_json(tmp_path / "run" / "run.json", run.saved)
-    later = ["--stage", "tome", "--out", str(tmp_path / "run")]
-    run, _ = train.settle(train.parse_arguments(later))
+    run, _ = train.settle(train.parse_arguments(["--stage", "tome", "--out", str(tmp_path / "run")]))
     assert (run.config.hidden, run.settings.clip) == (12, 2)
-
 
 SENTENCES = ["The Eiffel Tower stands in Paris.", "Yes.", "Marie Curie, born in Warsaw, shared the 1903 Nobel Prize in "
              "Physics with her husband Pierre and with Henri Becquerel."]
-
 
 @torch.no_grad()
 def test_a_real_bert_gives_the_hidden_states_of_transformers_on_padded_sentences():
@@ -670,10 +592,8 @@ def test_a_real_bert_gives_the_hidden_states_of_transformers_on_padded_sentences
     print("largest difference after the embeddings and each layer:", " ".join(f"{x:.1e}" for x in largest))
     assert max(largest) < 1e-4
 
-
 def n_parameters(*modules):
     return sum(p.numel() for module in modules for p in module.parameters())
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_blocks", [1, 2])
@@ -721,7 +641,8 @@ def test_the_base_preset_has_the_papers_220_million_parameters_and_takes_a_train
 def test_layers_below_the_memory_learn_more_slowly_if_they_were_already_trained(init, kind, lower):
     model = TOME(Config(vocab_size=50, hidden=12, n_heads=3, intermediate=20, n_initial=2, n_upper=2))
     run = SimpleNamespace(settings=train.Settings(lower_lr_scale=.25), init=init)
-    scale_of = {id(p): group["scale"] for group in train.optimizer_for(run, model, kind).param_groups for p in group["params"]}
+    groups = train.optimizer_for(run, model, kind).param_groups
+    scale_of = {id(p): group["scale"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         is_lower = name.startswith(("embeddings.", "initial."))
         assert scale_of[id(parameter)] == (lower if is_lower else 1), name

@@ -6,7 +6,6 @@ with the same weights, written back, damaged, and used in --init and --start.
 The files are in ../shared/golden/flax (its README says how they were made). Without them, the tests
 that compare with them are skipped.
 """
-import json
 import os
 import shutil
 import sys
@@ -30,28 +29,21 @@ SHARED = Path(os.environ.get("TOME_DATA", Path(__file__).parents[2] / "shared" /
 FLAX = SHARED / "golden" / "flax"
 needs_files = pytest.mark.skipif(not FLAX.is_dir(), reason=f"no checkpoints in {FLAX}")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCAB = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS,
-         *("##" + c for c in LETTERS)]
+VOCAB = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *("##" + c for c in LETTERS)]
 VOCAB += [f"[unused{i}]" for i in range(2, 2 + 97 - len(VOCAB))]
-
 
 # ---- A second implementation of their file format and names
 
-def leaf(array):
-    """A flax leaf: extension 1 = [shape, type, row-major bytes]."""
-    array = np.asarray(array, order="C")
-    packed = msgpack.packb([list(array.shape), array.dtype.name, array.tobytes()])
-    return msgpack.ExtType(1, packed)
-
 def pack(arrays):
-    """The MessagePack of {path: array}, where "/" separates the parts of a path."""
+    """The MessagePack of {path: array}, where "/" separates the parts of a path. A flax leaf is extension 1,
+    [shape, type, row-major bytes]."""
     tree = {}
     for path, array in arrays.items():
         *groups, last = path.split("/")
         node = tree
         for group in groups:
             node = node.setdefault(group, {})
-        node[last] = leaf(array)
+        node[last] = msgpack.ExtType(1, msgpack.packb([list(array.shape), array.dtype.name, array.tobytes()]))
     return msgpack.packb(tree)
 
 def unpack(content):
@@ -87,8 +79,7 @@ def exported(state, config):
 
     tome = "tome."
     for ours, theirs in (("word", "token"), ("position", "position"), ("segment", "segment")):
-        weight = state[f"{tome}embeddings.{ours}.weight"]
-        arrays[f"embedder/embedders_{theirs}_ids/embedding"] = weight
+        arrays[f"embedder/embedders_{theirs}_ids/embedding"] = state[f"{tome}embeddings.{ours}.weight"]
     norm(f"{tome}embeddings.norm", "embeddings_layer_norm")
     blocks = {"initial": "initial_encoder", "blocks.0.transformer": "final_encoder"}
     memory = ["memory_attention_layer"]
@@ -97,8 +88,7 @@ def exported(state, config):
                   "blocks.1.transformer": "final_encoder"}
         memory = ["intermediate_memory_attention_layer", "final_memory_attention_layer"]
     for ours, theirs in blocks.items():
-        n = len({name.split(".layers.")[1].split(".")[0] for name in state
-                 if name.startswith(f"{tome}{ours}.layers.")})
+        n = sum(name.startswith(f"{tome}{ours}.layers.") and name.endswith(".up.weight") for name in state)
         for i in range(n):
             a, b = f"{tome}{ours}.layers.{i}", f"{theirs}/layer_sequence/layers_{i}"
             for j, part in enumerate(("query", "key", "value")):
@@ -126,8 +116,7 @@ def exported(state, config):
         state["first.weight"] = np.pad(W, ((0, more), (0, 0)))
         state["first.bias"] = np.pad(b, (0, more))
         linear("first", "mention_projector")
-        arrays["final_query_projector/kernel"] = np.eye(config.coref_dim, config.key_dim,
-                                                        dtype=np.float32)
+        arrays["final_query_projector/kernel"] = np.eye(config.coref_dim, config.key_dim, dtype=np.float32)
         arrays["final_query_projector/bias"] = np.zeros(config.key_dim, np.float32)
     return arrays
 
@@ -135,20 +124,21 @@ def random_batch_tome(n_upper=2):
     """(config, state) of a small BatchTOME, without what the encoder's tree lacks."""
     torch.manual_seed(0)
     config = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, max_positions=24, k=8,
-                    n_initial=2, n_upper=n_upper, key_dim=8, value_dim=16, coref_dim=16,
-                    dropout=0.0, init_std=0.2)
+                    n_initial=2, n_upper=n_upper, key_dim=8, value_dim=16, coref_dim=16, dropout=0.0, init_std=0.2)
     state = BatchTOME(TOME(config)).state_dict()
     return config, {name: tensor for name, tensor in state.items()
-                    if not name.startswith(("tome.mlm", "tome.claim",
-                                            "tome.entity_query"))}
+                    if not name.startswith(("tome.mlm", "tome.claim", "tome.entity_query"))}
 
-def random_tome(n_blocks):
-    config, _ = random_batch_tome(4)
+def random_tome(n_blocks, n_upper=4):
+    config, _ = random_batch_tome(n_upper)
     config.n_blocks = n_blocks
     state = TOME(config).state_dict()
-    return config, {f"tome.{name}": tensor for name, tensor in state.items()
-                    if not name.startswith(("mlm", "claim"))}
+    return config, {f"tome.{name}": tensor for name, tensor in state.items() if not name.startswith(("mlm", "claim"))}
 
+def write_flax(path, config, state, more={}):
+    """Writes the encoder's tree and more arrays; returns the path as a word of a command."""
+    path.write_bytes(pack(exported(state, config) | more))
+    return str(path)
 
 # ---- Outputs
 
@@ -211,15 +201,12 @@ def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(fi
     for case, memory in (("allow", AnyPassage), ("disallow_fixed", BatchMemory)):
         monkeypatch.setattr("tome.BatchMemory", memory)
         _, _, H, (found,) = model(replace(batch, is_target=torch.zeros_like(batch.is_target)))
-        theirs = z[f"{case}/memory_attention_weights"][real][:, targets]
-        close("BATCH-TOME", found.weights, theirs)
-        entity = z[f"{case}/top_entity_ids"][real][:, targets]
-        assert torch.equal(found.entity, entity.long())
+        close("BATCH-TOME", found.weights, z[f"{case}/memory_attention_weights"][real][:, targets])
+        assert torch.equal(found.entity, z[f"{case}/top_entity_ids"][real][:, targets].long())
         close("BATCH-TOME", H[mask], z[f"{case}/encoding"][mask])
         logits = model.tome.mlm_logits(H, targets_of(z)[0])
         close("BATCH-TOME", logits, z[f"{case}/mlm_logits"][z["in/mlm_target_weights"] > 0])
-        z_m = model.coref(H, *spans)
-        close("BATCH-TOME", z_m, z[f"{case}/target_mention_encodings"][targets])
+        close("BATCH-TOME", model.coref(H, *spans), z[f"{case}/target_mention_encodings"][targets])
 
 @needs_files
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -250,9 +237,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     query = tome.entity_query(H, batch.row[linked], batch.start[linked], batch.end[linked])
     answer = memory.retrieve(query, batch.passage[linked], 16, 16)
     assert torch.equal(answer.ids, z["allow/final_top_memory_ids"][targets].long())
-    weights = attention_weights(answer.scores)
-    close(name, weights, z["allow/final_memory_attention_weights"][targets])
-
+    close(name, attention_weights(answer.scores), z["allow/final_memory_attention_weights"][targets])
 
 # ---- Written and read again
 
@@ -276,7 +261,7 @@ def test_their_weights_exported_and_read_again_are_bit_identical(name, tmp_path)
 @pytest.mark.parametrize("blocks", [0, 1, 2], ids=["BATCH-TOME", "TOME-1", "TOME-2"])
 def test_our_weights_written_in_their_format_are_read_bit_identically(blocks, tmp_path):
     config, state = random_tome(blocks) if blocks else random_batch_tome()
-    (tmp_path / "step1").write_bytes(pack(exported(state, config)))
+    write_flax(tmp_path / "step1", config, state)
     read, again, _, unused = read_published(tmp_path / "step1", Config(k=8, dropout=0.0, init_std=0.2))
     assert read == config and not unused and again.keys() == state.keys()
     assert all(torch.equal(state[key], again[key]) for key in state)
@@ -285,32 +270,24 @@ def test_a_training_checkpoint_with_heads_and_optimizer_state_is_read(tmp_path):
     config, state = random_batch_tome()
     arrays = {f"params/encoder/{path}": array for path, array in exported(state, config).items()}
     rng = np.random.default_rng(0)
-    head = {"dense/kernel": (32, 32), "dense/bias": (32,), "layer_norm/scale": (32,),
-            "layer_norm/bias": (32,), "bias": (97,)}
+    head = {"dense/kernel": (32, 32), "dense/bias": (32,), "layer_norm/scale": (32,), "layer_norm/bias": (32,),
+            "bias": (97,)}
     for path, shape in head.items():
         arrays[f"params/mlm_layer/{path}"] = rng.normal(size=shape).astype(np.float32)
     arrays["params/linear_classifier/bias"] = np.zeros(3, np.float32)
-    arrays["opt_state/0/count"] = np.array(4, np.int32)
-    arrays["step"] = np.array(4, np.int32)
+    arrays["opt_state/0/count"] = arrays["step"] = np.array(4, np.int32)
     (tmp_path / "checkpoint_3").write_bytes(pack(arrays))
     _, again, _, unused = read_published(tmp_path / "checkpoint_3", config)
     assert unused == ["linear_classifier"]
-    kernel = again["tome.mlm.dense.weight"].numpy()
-    assert np.array_equal(kernel, arrays["params/mlm_layer/dense/kernel"].T)
-
+    assert np.array_equal(again["tome.mlm.dense.weight"].numpy(), arrays["params/mlm_layer/dense/kernel"].T)
 
 @pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
 def test_a_tome_2_with_blocks_of_different_depths_is_refused_with_both_depths(depths, tmp_path):
     """The public code's own test has blocks of 1 and 2 layers."""
-    config, state = random_tome(2)
-    config.n_upper = 2 * max(depths)
-    state = {f"tome.{name}": tensor for name, tensor in TOME(config).state_dict().items()
-             if not name.startswith(("mlm", "claim"))}
-    for block, depth in enumerate(depths):
-        for i in range(depth, max(depths)):
-            layer = f"tome.blocks.{block}.transformer.layers.{i}."
-            state = {name: x for name, x in state.items() if not name.startswith(layer)}
-    (tmp_path / "tome").write_bytes(pack(exported(state, config)))
+    config, state = random_tome(2, 2 * max(depths))
+    cut = tuple(f"tome.blocks.{block}.transformer.layers.{i}." for block, depth in enumerate(depths)
+                for i in range(depth, max(depths)))
+    write_flax(tmp_path / "tome", config, {name: x for name, x in state.items() if not name.startswith(cut)})
     with pytest.raises(data.UserError, match="two blocks have {} and {} layers".format(*depths)):
         read_published(tmp_path / "tome", Config())
 
@@ -320,11 +297,10 @@ def test_every_unused_published_tensor_is_named(tmp_path):
     more = {"final_encoder/layer_sequence/layers_0/mlp_block/gate/kernel": np.ones((3, 3), np.float32),
             "memory_attention_layer/temperature": one, "embeddings_layer_norm/other": one,
             "mention_projector/extra/bias": one, "new_head/bias": one}
-    (tmp_path / "step1").write_bytes(pack(exported(state, config) | more))
+    write_flax(tmp_path / "step1", config, state, more)
     _, again, _, unused = read_published(tmp_path / "step1", config)
     assert again.keys() == state.keys()
-    assert unused == ["blocks.0.memory_attention.temperature",
-                      "blocks.0.transformer.layers.0.mlp_block.gate.kernel",
+    assert unused == ["blocks.0.memory_attention.temperature", "blocks.0.transformer.layers.0.mlp_block.gate.kernel",
                       "embeddings.norm.other", "mention_projector", "new_head"]
 
 # ---- Errors
@@ -394,7 +370,6 @@ def test_if_msgpack_is_missing_one_sentence_names_it(tmp_path, monkeypatch):
     with pytest.raises(data.UserError, match="msgpack"):
         read_published(tmp_path / "step1", Config())
 
-
 # ---- --init and --start
 
 def write_corpus(path):
@@ -403,61 +378,52 @@ def write_corpus(path):
         text = "".join(rng.choice(list(LETTERS), 4)) + " " + rng.choice(list("pqr")) + "x"
         lines.append({"title": f"a{i}", "text": text, "split": "train" if i < 20 else "held_out",
                       "mentions": [{"start": 5, "end": 7, "entity": text[5:]}]})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data.write_lines(path, lines)
     return str(path)
-
-def write_questions(path):
-    lines = [{"question": f"{c}bcd qx", "answers": ["px"],
-              "mentions": [{"start": 5, "end": 7, "entity": "qx"}]} for c in LETTERS]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-def write_init(folder, n_upper=2):
-    """A BATCH-TOME's file beside its vocab.txt."""
-    folder.mkdir()
-    config, state = random_batch_tome(n_upper)
-    (folder / "btome").write_bytes(pack(exported(state, config)))
-    (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
-    return str(folder / "btome"), state
 
 SMALL = ("--passage-length 16 --max-length 20 --eval-mentions 4 --k-answer 8 --cluster 8 "
          "--save-every 1 --log-every 1").split()
+
+def command_with_init(tmp_path, stage, n_upper=2):
+    """(a command that starts from a BATCH-TOME's file beside its vocab.txt, the state in that file)."""
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+    config, state = random_batch_tome(n_upper)
+    init, corpus = write_flax(tmp_path / "init" / "btome", config, state), write_corpus(tmp_path / "corpus.jsonl")
+    return ["--stage", stage, "--preset", "mini", "--init", init, "--corpus", corpus, "--out", str(tmp_path / "run"),
+            *SMALL], state
 
 def run(*words):
     assert train.main([*words, "--device", "cpu"]) == 0
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretraining(tmp_path, blocks,
-                                                                                capsys):
-    init, state = write_init(tmp_path / "init", n_upper=4)
+def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretraining(tmp_path, blocks, capsys):
+    command, state = command_with_init(tmp_path, "memory", n_upper=4)
     config, tome = random_tome(blocks)
     left_over = {"memory_extraction_layer/key_projector/bias": np.zeros(8, np.float32)}
-    (tmp_path / "tome").write_bytes(pack(exported(tome, config) | left_over))
-    out, corpus = tmp_path / "run", write_corpus(tmp_path / "corpus.jsonl")
-    run("--stage", "memory", "--preset", "mini", "--init", init, "--corpus", corpus, "--out",
-        str(out), *SMALL)
+    start, out = write_flax(tmp_path / "tome", config, tome, left_over), tmp_path / "run"
+    run(*command)
     said = capsys.readouterr().out
     assert "has no weights for mlm, entity_query, claim; these are initialised randomly" in said
     assert "loaded, without training" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["plan"].steps == 0 and saved["about"]["finished"]
     assert all(torch.equal(saved["model"][name], state[name]) for name in state)
-    meta = data.read_json(out / "memory" / "meta.json")
-    assert meta["n"] == 24 and not (out / "log.jsonl").exists()
+    assert data.read_json(out / "memory" / "meta.json")["n"] == 24 and not (out / "log.jsonl").exists()
 
-    run("--stage", "tome", "--start", str(tmp_path / "tome"), "--steps", "0", "--out",
-        str(out), "--blocks", str(blocks), "--quiet")
+    run("--stage", "tome", "--start", start, "--steps", "0", "--out", str(out), "--blocks", str(blocks), "--quiet")
     said = capsys.readouterr().out
     assert "has no weights for mlm, claim; these are initialised randomly" in said
     assert "not used: memory_extraction_layer" in said
     saved = train.read_checkpoint(out / f"tome-{blocks}.pt")
     assert saved["plan"].steps == 0
-    assert all(torch.equal(saved["model"][name], tensor)
-               for name, tensor in ((n.removeprefix("tome."), t) for n, t in tome.items()))
+    assert all(torch.equal(saved["model"][name.removeprefix("tome.")], tensor) for name, tensor in tome.items())
     shutil.rmtree(tmp_path / "init")                            # no longer needed
     (tmp_path / "tome").unlink()
-    questions = write_questions(tmp_path / "qa.jsonl")
-    run("--stage", "finetune", "--task", "qa", "--examples", questions, "--out", str(out),
+    data.write_lines(tmp_path / "qa.jsonl", [
+        {"question": f"{c}bcd qx", "answers": ["px"], "mentions": [{"start": 5, "end": 7, "entity": "qx"}]}
+        for c in LETTERS])
+    run("--stage", "finetune", "--task", "qa", "--examples", str(tmp_path / "qa.jsonl"), "--out", str(out),
         "--blocks", str(blocks), "--steps", "2", "--batch", "4", "--quiet")
     saved = train.read_checkpoint(out / f"qa-{blocks}.pt")
     assert saved["plan"].steps == 2 and saved["about"]["finished"]
@@ -466,65 +432,45 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     assert "loaded, without training" not in capsys.readouterr().out    # everything is there already
 
 def test_a_published_tome_is_trained_further_for_the_given_number_of_steps(tmp_path):
-    init, _ = write_init(tmp_path / "init", n_upper=4)
-    config, tome = random_tome(1)
-    (tmp_path / "tome").write_bytes(pack(exported(tome, config)))
-    out, corpus = str(tmp_path / "run"), write_corpus(tmp_path / "corpus.jsonl")
-    run("--stage", "tome", "--preset", "mini", "--init", init, "--corpus", corpus, "--out", out,
-        "--start", str(tmp_path / "tome"), "--steps", "2", "--batch", "8", "--quiet", *SMALL)
-    saved = train.read_checkpoint(Path(out) / "tome-1.pt")
+    command, _ = command_with_init(tmp_path, "tome", n_upper=4)
+    start = write_flax(tmp_path / "tome", *random_tome(1))
+    run(*command, "--start", start, "--steps", "2", "--batch", "8", "--quiet")
+    saved = train.read_checkpoint(tmp_path / "run" / "tome-1.pt")
     assert saved["plan"].steps == 2 and saved["about"]["finished"]
 
 def test_a_published_file_determines_only_the_settings_that_its_shapes_tell(tmp_path):
     """Their k_top_device, for example, describes a device, and dropout a training."""
-    init, _ = write_init(tmp_path / "init")
+    command, _ = command_with_init(tmp_path, "memory")
     (tmp_path / "init" / "config.json").write_text('{"model_config": {"encoder_config": {"k_top_device": 2}}}')
-    command = ["--stage", "memory", "--preset", "mini", "--init", init, "--corpus",
-               write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL]
     config = train.settle(train.parse_arguments([*command, "--dropout", "0.3"]))[0].config
     assert (config.k, config.dropout, config.key_dim) == (256, 0.3, 8)
     assert train.settle(train.parse_arguments([*command, "--k", "5"]))[0].config.k == 5
     with pytest.raises(data.UserError, match="--key-dim 16: --init has 8; omit the flag"):
         train.settle(train.parse_arguments([*command, "--key-dim", "16"]))
 
-@pytest.mark.parametrize("wrong, message", [
-    ("a TOME", "give a TOME to --stage tome --start"), ("no vocab.txt", "put the vocab.txt"),
-    ("another vocab.txt", "has 96 entries"), ("a cut file", "cannot be read"),
-    ("a pickle", "cannot be read"), ("nothing there", "cannot be read")])
-def test_an_unusable_init_is_refused_before_anything_is_written(tmp_path, wrong, message,
-                                                                     capsys):
-    init, _ = write_init(tmp_path / "init")
-    file, vocab = Path(init), tmp_path / "init" / "vocab.txt"
-    if wrong == "a TOME":
-        config, state = random_tome(1)
-        file.write_bytes(pack(exported(state, config)))
-    elif wrong == "no vocab.txt":
-        vocab.unlink()
-    elif wrong == "another vocab.txt":
-        vocab.write_text("\n".join(VOCAB[:-1]))
-    elif wrong == "a cut file":
-        file.write_bytes(file.read_bytes()[:1000])
-    elif wrong == "a pickle":
-        file.write_bytes(b"\x80\x04.")
-    else:
-        file.unlink()
-    out = tmp_path / "run"
-    assert train.main(["--stage", "memory", "--preset", "mini", "--init", init, "--corpus",
-                       write_corpus(tmp_path / "c.jsonl"), "--out", str(out), *SMALL]) == 1
+WRONG_INITS = {
+    "a TOME": (lambda file: write_flax(file, *random_tome(1)), "give a TOME to --stage tome --start"),
+    "no vocab.txt": (lambda file: (file.parent / "vocab.txt").unlink(), "put the vocab.txt"),
+    "another vocab.txt": (lambda file: (file.parent / "vocab.txt").write_text("\n".join(VOCAB[:-1])), "has 96 entries"),
+    "a cut file": (lambda file: file.write_bytes(file.read_bytes()[:1000]), "cannot be read"),
+    "a pickle": (lambda file: file.write_bytes(b"\x80\x04."), "cannot be read"),
+    "nothing there": (Path.unlink, "cannot be read"),
+}
+
+@pytest.mark.parametrize("damage, message", WRONG_INITS.values(), ids=WRONG_INITS)
+def test_an_unusable_init_is_refused_before_anything_is_written(tmp_path, damage, message, capsys):
+    command, _ = command_with_init(tmp_path, "memory")
+    damage(tmp_path / "init" / "btome")
+    assert train.main(command) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
-    assert not out.exists()
+    assert not (tmp_path / "run").exists()
 
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
                                             ("a TOME-2", "contains no TOME of these dimensions"),
                                             ("scratch", "leave --start out")])
 def test_a_start_file_of_the_wrong_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
-    init, _ = write_init(tmp_path / "init", n_upper=4)
-    config, state = random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)
-    (tmp_path / "start").write_bytes(pack(exported(state, config)))
-    words = ["--stage", "tome", "--preset", "mini", "--init", init, "--corpus",
-             write_corpus(tmp_path / "c.jsonl"), "--out", str(tmp_path / "run"), *SMALL]
-    start = "scratch" if wrong == "scratch" else str(tmp_path / "start")
-    assert train.main([*words, "--start", start]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert message in error
+    command, _ = command_with_init(tmp_path, "tome", n_upper=4)
+    start = write_flax(tmp_path / "start", *(random_tome(2) if wrong == "a TOME-2" else random_batch_tome(4)))
+    assert train.main([*command, "--start", "scratch" if wrong == "scratch" else start]) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -12,8 +12,9 @@ import random
 import re
 import sys
 import time
-import types
 from pathlib import Path
+from types import SimpleNamespace
+from xml.sax.saxutils import escape
 
 import pytest
 
@@ -24,43 +25,32 @@ REAL = Path(os.environ.get("TOME_DATA", Path(__file__).parents[2] / "shared" / "
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="no real data: set TOME_DATA to its folder")
 DUMP = REAL / "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 
-
-def escape(text):
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def page(title, text, ns=0, redirect=None):
-    ns = "" if ns is None else f"<ns>{ns}</ns>"
-    redirect = "" if redirect is None else f'<redirect title="{redirect}" />'
-    return (f"<page><title>{escape(title)}</title>{ns}<id>1</id>{redirect}<revision><id>2</id>"
+    redirect = f'<redirect title="{redirect}" />' if redirect else ""
+    return (f"<page><title>{escape(title)}</title><ns>{ns}</ns><id>1</id>{redirect}<revision><id>2</id>"
             f'<text xml:space="preserve">{escape(text)}</text></revision></page>\n')
 
-
-def dump(path, *pages, head="", version="0.10"):
-    xml = (f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-{version}/" version="{version}">'
-           f'<siteinfo><namespaces>{head}<namespace key="0" case="first-letter" /></namespaces></siteinfo>\n'
+def dump(path, *pages):
+    """Writes a dump. Skips the test if the parser of wikitext is not installed."""
+    pytest.importorskip("mwparserfromhell")
+    xml = ('<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" version="0.10">'
+           '<siteinfo><namespaces><namespace key="0" case="first-letter" /></namespaces></siteinfo>\n'
            + "".join(pages) + "</mediawiki>")
     path.write_bytes(bz2.compress(xml.encode()) if path.suffix == ".bz2" else xml.encode())
     return path
-
 
 def lines_of(path):
     with (gzip.open if str(path).endswith(".gz") else open)(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
-
 needs_parser = pytest.mark.skipif(importlib.util.find_spec("mwparserfromhell") is None,
                                   reason="mwparserfromhell is not installed")
 
-
 def accounted(counts):
     """Whether each page and each [[ in the dump is counted exactly once."""
-    def total(group):
-        return sum(n for what, n in counts.items() if what.startswith(group + ": "))
-
-    return total("pages") == counts["pages"] and total("links") == counts["links"] and \
-        min(counts.values()) >= 0
-
+    return min(counts.values()) >= 0 and all(
+        counts[group] == sum(n for what, n in counts.items() if what.startswith(group + ": "))
+        for group in ("pages", "links"))
 
 def read(tmp_path, text, *others, title="Page"):
     """(texts, [(shown, entity)], counts) of one article whose wikitext is `text`."""
@@ -68,14 +58,11 @@ def read(tmp_path, text, *others, title="Page"):
     counts = data.wiki(dump(tmp_path / "d.xml", page(title, text), *others), out)
     lines = [line for line in lines_of(out) if line["title"] == title]
     assert accounted(counts), counts
-    shown = [(line["text"][m["start"]:m["end"]], m["entity"])
-             for line in lines for m in line["mentions"]]
+    shown = [(line["text"][m["start"]:m["end"]], m["entity"]) for line in lines for m in line["mentions"]]
     return [line["text"] for line in lines], shown, counts
-
 
 # ---------------------------------------------------------------- links
 
-@needs_parser
 @pytest.mark.parametrize("wikitext, text, shown, entity", [
     ("a [[dog]] b", "a dog b", "dog", "Dog"),
     ("a [[Dog|hound]] b", "a hound b", "hound", "Dog"),
@@ -99,11 +86,8 @@ def test_links_become_mentions(tmp_path, wikitext, text, shown, entity):
     texts, mentions, _ = read(tmp_path, wikitext)
     assert texts == [text] and mentions[0] == (shown, entity)
 
-
 NO_ARTICLE, HIDDEN = "to no article", "outside the prose"
 
-
-@needs_parser
 @pytest.mark.parametrize("wikitext, text, why", [
     ("x[[File:a.jpg|thumb|A dog.]]y", "xy", HIDDEN),
     ("x[[Image:a.jpg]]y", "xy", HIDDEN),
@@ -141,8 +125,6 @@ def test_links_that_are_not_mentions_are_counted_by_reason(tmp_path, wikitext, t
     assert texts[0] == text and mentions == [] and counts["links: " + why] == 1
     assert counts["links: kept"] == 0 and counts["pages: redirect"] == 2
 
-
-@needs_parser
 def test_redirects_are_followed_wherever_they_are(tmp_path):
     chain = [page("USA", "", redirect="U.S.A.#Top"), page("U.S.A.", "", redirect="United_States"),
              page("Loop", "", redirect="Loop 2"), page("Loop 2", "", redirect="Loop"),
@@ -154,10 +136,8 @@ def test_redirects_are_followed_wherever_they_are(tmp_path):
         assert {entity for _, entity in mentions} == {"United States"}
         assert counts["links: to no article"] == 4
 
-
 # ---------------------------------------------------------------- markup
 
-@needs_parser
 @pytest.mark.parametrize("wikitext, texts", [
     ("'''A''' is ''b''.\n\n\nC.", ["A is b.", "C."]),
     ("a [http://x.org the site] b [https://y.org] c", ["a the site b c"]),
@@ -178,8 +158,6 @@ def test_redirects_are_followed_wherever_they_are(tmp_path):
 def test_markup_is_removed(tmp_path, wikitext, texts):
     assert read(tmp_path, wikitext)[0] == texts
 
-
-@needs_parser
 def test_further_mentions_are_linked(tmp_path):
     text = ("'''Karovia''' has a king, [[Leon Holt]]. Leon Holt likes [[dog]]s. Dogs like Leon Holt."
             "\n\nLeon Holt Junior, Karovia-based, of North Karovia saw a dog, hotdogs, "
@@ -193,40 +171,26 @@ def test_further_mentions_are_linked(tmp_path):
         ("population", "Demographics of Karovia"), ("Rome", "Rome (city)")]
     assert counts["mentions"] == len(mentions) == counts["links: kept"] + 8 == 12
 
-
-def extended(text, *links):
-    """[(name, entity)] after extend_mentions; links: (a part of `text`, its entity)."""
-    mentions = [data.Mention(text.index(link), text.index(link) + len(link), entity)
-                for link, entity in links]
-    [(text, found)] = data.extend_mentions("Page", [(text, mentions)])
-    return [(text[m.start:m.end], m.entity) for m in found]
-
-
-def test_a_target_is_linked_only_after_its_link_and_the_longest_name_wins():
-    found = extended("York lies near New York City. New York City is not York: York is older.",
-                     ("New York City", "New York City"))
-    assert found == [("New York City", "New York City")] * 2
-    text = "York of old, a Yorkist city. Yes, Ýork and a Yorkist."
-    assert extended(text, ("Yorkist", "Yorkist")) == [("Yorkist", "Yorkist")] * 2
-
-
-def test_names_in_other_letters_and_plurals_are_linked_again():
-    text = "Łódź, Šešelj: of Łódź’s men—Šešelj—none? Who but Šešelj? A robot of robots, robotics."
-    found = extended(text, ("Łódź", "Łódź"), ("Šešelj", "Šešelj"), ("robot", "Robot"))
-    assert [name for name, _ in found] == ["Łódź", "Šešelj", "Łódź", "Šešelj", "Šešelj", "robot", "robots"]
-
+@pytest.mark.parametrize("text, links, found", [
+    ("York lies near New York City. New York City is not York: York is older.", {"New York City": "New York City"},
+     [("New York City", "New York City")] * 2),
+    ("York of old, a Yorkist city. Yes, Ýork and a Yorkist.", {"Yorkist": "Yorkist"}, [("Yorkist", "Yorkist")] * 2),
+    ("Łódź, Šešelj: of Łódź’s men—Šešelj—none? Who but Šešelj? A robot of robots, robotics.",
+     {"Łódź": "Łódź", "Šešelj": "Šešelj", "robot": "Robot"},
+     [*((name, name) for name in "Łódź Šešelj Łódź Šešelj Šešelj".split()), ("robot", "Robot"), ("robots", "Robot")])])
+def test_a_target_is_linked_only_after_its_link_by_the_longest_name_in_any_letters_and_plural(text, links, found):
+    mentions = [data.Mention(text.index(link), text.index(link) + len(link), links[link]) for link in links]
+    [(_, extended)] = data.extend_mentions("Page", [(text, mentions)])
+    assert [(text[m.start:m.end], m.entity) for m in extended] == found
 
 def test_a_page_of_many_similar_names_does_not_take_quadratic_time():
-    paragraphs = [(f"Foo {i} is Foo {i}.", [data.Mention(0, len(f"Foo {i}"), f"Foo {i}")])
-                  for i in range(3000)]
+    paragraphs = [(f"Foo {i} is Foo {i}.", [data.Mention(0, len(f"Foo {i}"), f"Foo {i}")]) for i in range(3000)]
     start = time.process_time()
     list(data.extend_mentions("Page", paragraphs))
     assert time.process_time() - start < 5
 
-
 # ---------------------------------------------------------------- the dump
 
-@needs_parser
 def test_pages_that_are_not_articles_are_counted(tmp_path):
     path = dump(tmp_path / "d.xml.bz2", page("A", "text [[B]]"), page("Talk:A", "[[C]]", ns=1),
                 page("E", " "), page("B", "", redirect="A"), page("A (disambiguation)", "[[A]]"),
@@ -234,16 +198,13 @@ def test_pages_that_are_not_articles_are_counted(tmp_path):
                 page("H", "x {{other uses|H (disambiguation)}}"))
     counts = data.wiki(path, tmp_path / "out.jsonl.gz")
     assert {what: n for what, n in counts.items() if what.startswith("pages: ")} == {
-        "pages: article": 4, "pages: other namespace": 1,
-        "pages: redirect": 1, "pages: disambiguation page": 2}
+        "pages: article": 4, "pages: other namespace": 1, "pages: redirect": 1, "pages: disambiguation page": 2}
     assert [line["title"] for line in lines_of(tmp_path / "out.jsonl.gz")] == ["A", "G", "H"]
     assert accounted(counts) and not list(tmp_path.glob("*.tmp"))
-
 
 def kill_worker(page):
     os._exit(9)
 
-@needs_parser
 def test_a_killed_worker_is_one_sentence_and_no_file(tmp_path, monkeypatch, capsys):
     if multiprocessing.get_start_method() != "fork":
         pytest.skip("only a forked worker has the patched function")
@@ -252,7 +213,6 @@ def test_a_killed_worker_is_one_sentence_and_no_file(tmp_path, monkeypatch, caps
     assert data.main(["wiki", str(path), "--out", str(tmp_path / "out.jsonl")]) == 1
     assert "fewer --workers" in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
-@needs_parser
 def test_any_number_of_workers_writes_the_same_file(tmp_path):
     pages = (page(f"P{i}", f"text {i} [[P{i * 7 % 50}]] and [[R]] " * 9) for i in range(150))
     path = dump(tmp_path / "d.xml", *pages, page("R", "", redirect="P1"), page("S", "{{" * 999))
@@ -263,13 +223,11 @@ def test_any_number_of_workers_writes_the_same_file(tmp_path):
     assert [line["title"] for line in lines_of(tmp_path / "two.jsonl.gz")] == [f"P{i}" for i in range(150)]
     assert sum(1 for _ in data.read_corpus(tmp_path / "two.jsonl.gz")) == 150
 
-
 ENTITIES = "".join(f'<!ENTITY {y} "{10 * f"&{x};"}">' for x, y in zip("abcdefgh", "bcdefghi"))
 BOMB = (f'<!DOCTYPE m [<!ENTITY a "aaaaaaaaaa">{ENTITIES}]>'
         "<mediawiki><page><title>T</title><text>&i;</text></page></mediawiki>")
 CUT = "not a whole MediaWiki dump"
 NO_DUMP = CUT + " (ValueError: it does not begin like one)"
-
 
 @needs_parser
 @pytest.mark.parametrize("content, said", [
@@ -291,8 +249,6 @@ def test_a_file_that_is_not_a_whole_dump_gets_one_sentence_and_leaves_no_output(
     assert "d.xml" in str(e.value) and "\n" not in str(e.value) and time.time() - start < 10
     assert [p.name for p in tmp_path.iterdir()] == ["d.xml"]
 
-
-@needs_parser
 def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
     with pytest.raises(FileNotFoundError):
@@ -309,7 +265,6 @@ def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["data.py", "wiki", str(path), "--out", str(out)])
     assert data.main() == 1 and "mwparserfromhell" in capsys.readouterr().err
 
-
 @needs_parser
 @pytest.mark.parametrize("text", [
     "{{", "{|\n", "[[", "[[a|", "<ref>", "<!--", "<a ", "[http:x ", "[[x|[a", "{{convert||", "<div>",
@@ -320,13 +275,10 @@ def test_no_markup_keeps_the_parser_busy_for_minutes(text):
         data.read_article(("A", "article", text * (length // len(text))))
     assert time.process_time() - start < 30
 
-
-@needs_parser
 @pytest.mark.parametrize("section", ["{{a" * 300, "x " * 400_000])
 def test_a_section_that_would_take_minutes_is_left_out_and_counted(tmp_path, section):
     texts, _, counts = read(tmp_path, f"x\n== H ==\n{section}\n== I ==\ny")
     assert counts["sections left out"] == 1 and texts == ["x", "y"]
-
 
 @needs_real
 @needs_parser
@@ -349,7 +301,6 @@ def test_the_real_dump_is_accounted_for(tmp_path):
         assert all(t.text[m.start:m.end] == t.text[m.start:m.end].strip() != "" for m in t.mentions)
         assert all(a.end <= b.start for a, b in zip(t.mentions, t.mentions[1:]))
 
-
 @needs_real
 @needs_parser
 def test_the_tables_of_a_real_dump_are_removed(tmp_path):
@@ -358,11 +309,12 @@ def test_the_tables_of_a_real_dump_are_removed(tmp_path):
     debris = re.compile(r"\[\[|[{}|<>]|\]\]")
     assert not [line for line in lines_of(tmp_path / "out.jsonl") if debris.search(line["text"])]
 
-
 # ---------------------------------------------------------------- KILT
 
 def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
-    text = ["Karovia\n", "Karovia has a king, Leon Holt, of Ruvia.\n", "Section::::History.\n", "BULLET::::12. a list\n"]
+    path, out = tmp_path / "k.jsonl", tmp_path / "out.jsonl.gz"
+    text = ["Karovia\n", "Karovia has a king, Leon Holt, of Ruvia.\n", "Section::::History.\n",
+            "BULLET::::12. a list\n"]
 
     def anchor(i, shown, **target):
         start = text[i].index(shown)
@@ -372,22 +324,21 @@ def test_kilts_knowledge_source_is_read_with_its_offsets(tmp_path):
         anchor(1, "Ruvia", href="Ruvia%20%28state%29%23Wars"), anchor(1, "king", href="King"),
         anchor(1, "Leon Holt", href="Leon", wikipedia_title="Leon Holt", wikipedia_id="2"),
         anchor(2, "History", href="History"), anchor(3, "list", href="List")], "categories": "", "history": {}}
-    wrong = [{"paragraph_id": 1, "start": start, "end": end, "href": "X"} for start, end in ((3, 3), (20, 500), (-3, 2))]
-    record["anchors"] += [*wrong, anchor(1, "Ruvia", href="X") | {"paragraph_id": -1}]
-    (tmp_path / "k.jsonl").write_text(json.dumps(record) + "\n\n")
-    counts = data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl.gz")
-    lines = lines_of(tmp_path / "out.jsonl.gz")
+    record["anchors"] += [anchor(1, "Ruvia", href="X") | wrong for wrong in (
+        {"start": 3, "end": 3}, {"start": 20, "end": 500}, {"start": -3, "end": 2}, {"paragraph_id": -1})]
+    path.write_text(json.dumps(record) + "\n\n")
+    counts = data.kilt(path, out)
+    lines = lines_of(out)
     assert [line["text"] for line in lines] == text[1:2]
     assert [[(line["text"][m["start"]:m["end"]], m["entity"]) for m in line["mentions"]] for line in lines] == [
         [("Karovia", "Karovia"), ("king", "King"), ("Leon Holt", "Leon Holt"), ("Ruvia", "Ruvia (state)")]]
     assert counts["links"] == 9 and counts["links: kept"] == 3
-    (tmp_path / "k.jsonl").write_text(json.dumps({"wikipedia_title": "", "text": ["A", "b"], "anchors": []}))
-    data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")                 # a page without a title
-    assert [line["text"] for line in lines_of(tmp_path / "out.jsonl")] == ["b"]
-    (tmp_path / "k.jsonl").write_bytes(json.dumps(record, ensure_ascii=False).replace("king", "k\xf6nig").encode("latin-1"))
+    path.write_text(json.dumps({"wikipedia_title": "", "text": ["A", "b"], "anchors": []}))
+    data.kilt(path, out)                                                    # a page without a title
+    assert [line["text"] for line in lines_of(out)] == ["b"]
+    path.write_bytes(json.dumps(record, ensure_ascii=False).replace("king", "k\xf6nig").encode("latin-1"))
     with pytest.raises(UserError, match="k.jsonl:1: not UTF-8|k.jsonl:1: .*in UTF-8"):
-        data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")
-
+        data.kilt(path, out)
 
 @pytest.mark.parametrize("line", ["[1]", "{", '{"wikipedia_title": "A", "text": ["a"]}',
                                   '{"wikipedia_title": "A", "text": ["A", 3], "anchors": []}',
@@ -401,7 +352,6 @@ def test_a_file_that_is_not_from_kilt_is_refused(tmp_path, line):
         data.kilt(tmp_path / "k.jsonl", tmp_path / "out.jsonl")
     assert "\n" not in str(e.value) and not (tmp_path / "out.jsonl").exists()
 
-
 def test_an_empty_corpus_or_file_of_examples_is_not_written(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     for convert in (lambda: data.kilt(tmp_path / "empty.jsonl", tmp_path / "out.jsonl"),
@@ -410,31 +360,25 @@ def test_an_empty_corpus_or_file_of_examples_is_not_written(tmp_path):
             convert()
     assert [p.name for p in tmp_path.iterdir()] == ["empty.jsonl"]
 
-
 # ---------------------------------------------------------------- task files
 
 MENTIONS = [("the French capital", "Paris"), ("Paris", "Paris"), ("Mercury", "Mercury_(planet)"),
             ("United States of America", "United_States"), ("America", "United_States")]
 
-
 @pytest.fixture
 def corpus(tmp_path):
-    with open(tmp_path / "corpus.jsonl", "w") as file:
-        for shown, entity in MENTIONS:
-            file.write(json.dumps({"title": entity, "text": f"{shown} is", "mentions": [
-                {"start": 0, "end": len(shown), "entity": entity}]}) + "\n")
+    data.write_lines(tmp_path / "corpus.jsonl", [
+        {"title": entity, "text": f"{shown} is", "mentions": [{"start": 0, "end": len(shown), "entity": entity}]}
+        for shown, entity in MENTIONS])
     return tmp_path / "corpus.jsonl"
-
 
 def run(tmp_path, name, content, suffix="json", **options):
     path = tmp_path / f"published.{suffix}"
     if not isinstance(content, str):
-        lines = [json.dumps(r) for r in content] if suffix == "jsonl" else [json.dumps(content, indent=1)]
-        content = "\n".join(lines)
+        content = "\n".join(map(json.dumps, content)) if suffix == "jsonl" else json.dumps(content, indent=1)
     path.write_text(content)
     data.task(name, [path], tmp_path / "examples.jsonl", **options)
     return lines_of(tmp_path / "examples.jsonl")
-
 
 def test_claims(tmp_path, capsys):
     fever = [{"id": 1, "label": label, "claim": f"c {label}", "evidence": [[[1, 2, "Gold", 0]]]}
@@ -448,7 +392,6 @@ def test_claims(tmp_path, capsys):
     fm2 = [{"text": "c", "label": "REFUTES", "gold_evidence": [{"text": "Gold"}]}]
     assert run(tmp_path, "fm2", fm2, "jsonl") == [{"text": "c", "label": "REFUTES"}]
 
-
 def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus, capsys):
     trivia = {"Domain": "unfiltered", "Data": [
         {"Question": "q1", "QuestionId": "a", "EntityPages": [], "SearchResults": [],
@@ -457,25 +400,24 @@ def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus,
         {"Question": "q3", "Answer": {"Value": "blue", "Aliases": ["azure"]}}]}
     examples = run(tmp_path, "triviaqa", trivia, corpus=corpus)
     assert [e["answers"] for e in examples] == [["Paris"], ["Mercury_(planet)"], []]
-    assert examples[0]["answer_text"] == ["City of Light", "the paris"] and set(examples[0]) == {
-        "question", "answer_text", "answers"}
+    assert examples[0]["answer_text"] == ["City of Light", "the paris"]
+    assert set(examples[0]) == {"question", "answer_text", "answers"}
     assert "3 examples, 2 with a label or an answer that is an entity" in capsys.readouterr().out
     answers = [{"answer_id": "m.1", "answer": "U.S.A.", "aliases": ["united_states of America!"]},
                {"answer_id": "m.2", "answer": None, "aliases": ["PARIS"]}]
     cwq = [{"ID": "x", "question": "q", "answers": answers, "sparql": ""}]
     examples = run(tmp_path, "complexwebquestions", cwq, corpus=corpus)
     assert [e["answers"] for e in examples] == [["United_States", "Paris"]]
-    assert data.answer_key("The The") == data.answer_key("The") == "the" and data.answer_key("%") != data.answer_key("!!!")
-    assert data.answer_key("the Vitamin A") == data.answer_key("Vitamin_A.") == "vitamin a" != data.answer_key("Vitamin")
-    assert data.answer_key("Cafe\u0301") == data.answer_key("Café") != data.answer_key("Cafe")
+    key = data.answer_key
+    assert key("The The") == key("The") == "the" and key("%") != key("!!!")
+    assert key("the Vitamin A") == key("Vitamin_A.") == "vitamin a" != key("Vitamin")
+    assert key("Cafe\u0301") == key("Café") != key("Cafe")
     entity = [{"question": "q", "answers": ["United States of America"]}]
     assert run(tmp_path, "entityquestions", entity, corpus=corpus)[0]["answers"] == ["United_States"]
-
 
 def test_questions_need_a_corpus(tmp_path):
     with pytest.raises(UserError, match="--corpus"):
         run(tmp_path, "entityquestions", [{"question": "q", "answers": ["a"]}])
-
 
 @pytest.mark.parametrize("name, record", [
     ("complexwebquestions", {"question": "q", "answer": "Germany"}),
@@ -492,7 +434,6 @@ def test_a_file_of_another_task_is_refused(tmp_path, corpus, name, record):
     with pytest.raises(UserError, match=f"is this a labelled {name} file"):
         run(tmp_path, name, [record], corpus=corpus)
     assert not (tmp_path / "examples.jsonl").exists()
-
 
 @pytest.mark.parametrize("name, content, suffix, n", [
     ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], "jsonl", 2),
@@ -511,7 +452,6 @@ def test_a_bad_record_is_named(tmp_path, corpus, name, content, suffix, n):
         run(tmp_path, name, content, suffix, corpus=corpus)
     assert "\n" not in str(e.value)
 
-
 @needs_real
 @pytest.mark.parametrize("name, file, counts", [
     ("fever", "fever/paper_dev.jsonl", {"SUPPORTS": 3333, "REFUTES": 3333, "NOT ENOUGH INFO": 3333}),
@@ -521,7 +461,6 @@ def test_the_real_claims(tmp_path, name, file, counts):
     data.task(name, [REAL / file], tmp_path / "out.jsonl")
     labels = [line["label"] for line in lines_of(tmp_path / "out.jsonl")]
     assert {label: labels.count(label) for label in set(labels)} == counts
-
 
 @pytest.mark.slow
 @needs_real
@@ -533,16 +472,12 @@ def test_the_real_questions_agree_with_the_given_pairing(tmp_path):
     assert len(pairs) == 420 and sum(bool(ours) for ours, _ in pairs) > 340     # the others need aliases
     assert all(ours <= theirs for ours, theirs in pairs)
 
-
 # ---------------------------------------------------------------- noun chunks
 
 def test_noun_chunks_are_mentions_if_spacy_is_installed(monkeypatch):
-    some = types.SimpleNamespace
-    found = some(noun_chunks=[some(start_char=0, end_char=8)])
-    spacy = some(load=lambda name, exclude: {"en_core_web_sm": lambda text: found}[name])
-    for module, how in ((spacy, "spaCy's noun chunks"), (None, "entity names (no spaCy")):
+    found = SimpleNamespace(noun_chunks=[SimpleNamespace(start_char=0, end_char=8)])
+    spacy = SimpleNamespace(load=lambda name, exclude: {"en_core_web_sm": lambda text: found}[name])
+    for module, how, start in ((spacy, "spaCy's noun chunks", 0), (None, "entity names (no spaCy", 13)):
         monkeypatch.setitem(sys.modules, "spacy", module)
         said, find = data.mention_finder(["Hungry"])
-        assert said.startswith(how)
-        start = 0 if module else 13
-        assert [mention.start for mention in find("The song was Hungry.")] == [start]
+        assert said.startswith(how) and [mention.start for mention in find("The song was Hungry.")] == [start]
