@@ -3,7 +3,7 @@
     queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (TopMem(Query(m)), eq. 7)
     plain_topk       the definition; it holds all Q x N scores
     exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
-    BucketedIndex    keys in k-means buckets; a query searches its n_search best ones (app. C.1.2)
+    BucketedIndex    keys in k-means buckets; a query searches its n_search best buckets (C.1.2)
     sharded_topk     each process searches its own keys for the queries of all processes (app. C.1)
     fetch            requests the chosen rows from the processes that hold them
 
@@ -80,7 +80,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
         expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
-        maxima = blocks.amax(0) if start else block_maxima(blocks)      # the bar must be finite
+        maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
         if start == 0:          # the rank-th best maximum is at most the rank-th best score
             bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
         (j, block, query), score = high_scores(blocks, maxima, bar)
@@ -114,7 +114,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges each tile's k best. In `tiles`, `nonzero` makes the CPU wait."""
+    """exact_topk on a GPU: merges each tile's k best. In `tiles`, `nonzero` waits for the GPU."""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -208,7 +208,7 @@ def kmeans(points, init, n_iters=10):
     return centroids, cluster
 
 class BucketedIndex:
-    """Keys in buckets by direction; a query searches only its n_search best ones (app. C.1.2).
+    """Keys in buckets by direction; a query searches only its n_search best buckets (app. C.1.2).
     keys (N, d) are copied, bucket by bucket. Centroids have unit length. Otherwise the few longest
     would win every query (python tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):

@@ -357,7 +357,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
     batch = collate([*example_passages(examples, task, tokenizer, max_length)], special)
     batch.tokens = batch.unmasked.clone()
     batch.label = torch.tensor([-1 if e.label is None else e.label for e in examples])
-    asked = set()                                               # rows in which an entity is asked
+    asked = set()                                               # rows that ask for an entity
     for m, (row, i) in enumerate(zip(batch.row.tolist(), batch.mention.tolist())):
         example = examples[row]
         name = example.mentions[i].entity if i >= 0 else None
@@ -1209,8 +1209,8 @@ class CorpusWriter:
                 self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
     def is_held_out(self, text, names) -> bool:
-        """Whether a passage with these entities is held out: if its text is (by its split; without
-        one, one article in twenty is), if it is appended, or if one of the entities is unseen."""
+        """Whether a passage with these entities is held out: it is appended, an entity is unseen,
+        or its text is held out (by its split; without one, one article in twenty is held out)."""
         is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
         split = text.split or ("held_out" if is_twentieth else "train")
         is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)

@@ -57,7 +57,7 @@ class Config:
     @property
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. TOME-2 needs an n_upper that is even or 1 (train.py
-        checks). If 1, each block has a copy of it and an idle one (tome.split_into_blocks)."""
+        checks); 1 gives each block a copy of the layer and an idle one (tome.split_into_blocks)."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):

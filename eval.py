@@ -395,8 +395,9 @@ def draw_mentions(figure, mentions):
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
           "memory, none of it, and permuted values; 50%, 10%: with this share of it. gain: memory "
-          "minus emptied. entity, bm25: eq. 10 or BM25's vote picks the correct entity; @20: ranks "
-          "it among the 20 best. visible, masked: attention to memories of their own entity.",
+          "minus emptied. entity, bm25: eq. 10 or BM25's vote picks the correct entity; @20: it is "
+          "among the entities of eq. 10's 20 best memories, or the first 20 of BM25's vote. "
+          "visible, masked: attention to memories of their own entity.",
     "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
           "recall@20: a correct answer is among the 20 best memories (for BM25: passages).",
     "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}

@@ -132,7 +132,7 @@ def mlm_loss(logits, target):
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: mentions of one entity should have similar z, mentions of different entities not.
+    """App. A.2: z should be similar for mentions of one entity, dissimilar for different entities.
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Each linked mention is compared
     with the linked mentions in other passages, of all processes. Mentions of its entity are
@@ -215,7 +215,7 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target, at least that of a key with itself;
+    self_score: the mean score of a query with its target; that of a key with itself is no higher;
     e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:

@@ -81,8 +81,8 @@ class Settings:
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "share used to train tome (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
-    # The settings up to cloze_weight are not in the paper. They control batch-tome before the fit
-    # and the fit (fit_retrieval), masking, learning rates, linking, teacher forcing and clozes.
+    # The settings up to cloze_weight are not in the paper. They control batch-tome before the fit,
+    # the fit itself (fit_retrieval), masking, learning rates, linking, teacher forcing and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome before fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
@@ -99,7 +99,8 @@ class Settings:
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning", "finetune")
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
-    eval_mentions: int = setting(1000, (1, 10**6), "masked mentions per evaluation", "finetune")
+    eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
+                                 "evaluation, for seen and unseen entities each", "finetune")
     # The schedule of each stage. "qa-2", if present, replaces "qa" for TOME-2.
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
@@ -250,8 +251,8 @@ class BatchTOMEStage:
         self.model.train()
 
     def evaluate(self):
-        """masked_mentions over a small memory, for speed. This stage does not train the head of
-        eq. 10, so "entity" and "recall@20" mean little here."""
+        """masked_mentions over a small memory, for speed. The head of eq. 10 is at most set by the
+        fit, but not trained here, so "entity" and "recall@20" mean little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -288,7 +289,7 @@ class TOMEStage:
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
         the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve.
-        EaE always has this loss; for TOME it is optional, as in the paper's code (el_im_weight)."""
+        Entities as Experts always has the linking loss; TOME may (paper's code: el_im_weight)."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -763,7 +764,7 @@ def toy_file(run, task, hops="one_hop", split="test"):
     """The path of a file of the toy world's examples. Raises UserError."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not run.is_toy or not path.is_file():
-        raise UserError(f"{path}: no such file; --examples needs a file of JSON lines (README)")
+        raise UserError(f"{path}: no such file; give --examples a file of JSON lines (README)")
     data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
     return path
 
@@ -1500,9 +1501,9 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Speeds up float32 products on processors without AMX. There oneDNN's setting "bf16" still
-    computes in float32, and is faster than MKL on AMD. It is undone if a test product is inexact.
-    All runs whose results must be bit-identical have to call it."""
+    """Speeds up float32 products on processors without AMX. There oneDNN with the setting "bf16"
+    still computes in float32, and is faster than MKL on AMD. The setting is undone if a test
+    product is inexact. All runs whose results must be bit-identical have to call this function."""
     # A compiled product is cached for each shape. Batches have many shapes, and the default of
     # 1,024 products takes gigabytes.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -1553,8 +1554,8 @@ def choose_device(name=None):
     return torch.device("cuda", index)
 
 def join_processes(device):
-    """Connects to the other processes that torchrun started, if any, within minutes. Later, waiting
-    up to a day is allowed while the first process tokenises the corpus. If a process dies, its
+    """Connects to any other processes that torchrun started; gives up after a few minutes. Later
+    waits may last a day, since the first process tokenises the corpus. If a process dies, its
     closed connections tell the others at once. Raises UserError for wrong torchrun variables."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
