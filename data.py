@@ -469,7 +469,7 @@ def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world: five passages per subject, of one to three sentences.
 
     Each fact, unless it is the only one, is left out of one passage: with three facts the passages
-    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that one more
+    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that one other
     passage, never a held-out one, describes instead of stating. split: "train", of which 5% is then
     held out, or "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
@@ -1106,7 +1106,7 @@ class Corpus:
 
         unseen: fraction of entities whose passages are all held out. old: a Corpus that comes
         first; everything new is then held out. replace: new articles replace old ones of the same
-        title. about: more for meta.json. Raises UserError for a bad line or no linked mention."""
+        title. about: values for meta.json. Raises UserError for a bad line or no linked mention."""
         part = Path(f"{os.path.normpath(folder)}.part")
         if os.path.lexists(folder):
             raise UserError(f"{folder} already exists; choose another folder, or remove it")
@@ -1429,7 +1429,7 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
                 counts.update(texts=1, mentions=len(mentions))
                 yield {"title": title, "text": text, "mentions": [m._asdict() for m in mentions]}
         if not counts["texts"]:
-            raise UserError(f"{out} is not written: no article found; give another file")
+            raise UserError(f"{out} was not written: no article found; give another file")
 
     write_lines(out, lines())
     counts["links: outside the prose"] = (counts["links"] - counts["links: kept"]
@@ -1463,8 +1463,8 @@ def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links an entity only once.
 
     The page's own title is linked everywhere. The text and the target of a link are also linked
-    later on the page. But a part of a title, "Einstein" or "Mercury", must not occur before its
-    link, and a name that two entities share is linked only if one of them is the page's own."""
+    later on the page. But a part of a title, such as "Einstein", is linked only if it never occurs
+    before its link, and a name that two entities share only if one of them is the page's own."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))

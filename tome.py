@@ -215,8 +215,8 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target; that of a key with itself is no higher;
-    e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    self_score: the mean score of a query with its target (a key with itself scores no more). e^20
+    outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -276,8 +276,8 @@ def fit_linear(layer, X, target, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
-    BATCH-TOME has one memory layer, since it never used a second one. Each block of TOME gets a
-    copy of it and an equal share of the Transformer layers above it, in order. A single such layer
+    BATCH-TOME has one memory layer: with two, it never used the second. Each block of TOME gets a
+    copy of this layer and an equal share of the Transformer layers above it, in order. A single one
     cannot be divided, so each of two blocks gets a copy of it, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")

@@ -251,8 +251,8 @@ class BatchTOMEStage:
         self.model.train()
 
     def evaluate(self):
-        """masked_mentions over a small memory, for speed. The head of eq. 10 is at most set by the
-        fit, but not trained here, so "entity" and "recall@20" mean little."""
+        """masked_mentions over a small memory, for speed. The head of eq. 10 is not trained in this
+        stage (the fit may set it), so "entity" and "recall@20" mean little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -866,7 +866,7 @@ def with_published(run, model):
 
 def say_of_file(path, lacks, unused):
     """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these are initialised randomly.")
+    say(f"{path} has no weights for {', '.join(lacks)}; these are newly initialised.")
     if unused:
         say(f"{path}: not used: {', '.join(unused)}.")
 
@@ -892,8 +892,8 @@ def read_start(run, path):
 
 def start_from(run, tome, plan):
     """Loads the weights of --start (app. B.6) and initialises the rest, such as memory layers,
-    randomly. "scratch" initialises everything (with --init: from BERT), with a different seed from
-    BATCH-TOME's, since the memory's encoder began from BATCH-TOME's initial weights."""
+    randomly. "scratch" initialises everything (with --init: from BERT). Its seed differs from
+    BATCH-TOME's, so that TOME does not start from the initial weights of the memory's encoder."""
     if plan.start is None or run.path(plan).exists():
         return
     path, fresh = plan.start[0][0], new_batch_tome(run, run.seed + 1).tome.state_dict()
@@ -1565,8 +1565,8 @@ def join_processes(device):
         if not (0 <= rank < int(world_size) and 0 < port < 2**16 and os.environ["MASTER_ADDR"]):
             raise ValueError
     except (ValueError, LookupError):
-        raise UserError(f"WORLD_SIZE is {world_size!r}, but the other variables of torchrun do not "
-                        "fit; start several processes with torchrun, or unset WORLD_SIZE") from None
+        raise UserError(f"WORLD_SIZE is {world_size!r}, but torchrun's variables are missing or "
+                        "wrong; use torchrun for several processes, or unset WORLD_SIZE") from None
     device = choose_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
