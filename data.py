@@ -677,7 +677,7 @@ class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""
 
 def is_out_of_memory(error) -> bool:
-    """Whether memory ran out. PyTorch has an error class of its own for that only on a GPU."""
+    """Whether memory ran out. PyTorch has a separate error class for this only on a GPU."""
     return isinstance(error, MemoryError) or bool(re.search("allocate|out of memory", str(error)))
 
 @contextmanager
@@ -1219,9 +1219,9 @@ class CorpusWriter:
 # ---------------------------------------------------------------- Wikipedia
 
 # mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
-# \x03" and a template that is not in PRINTED "\x04", characters that XML cannot contain, so the
-# text can be tidied around them. Then links become mentions. A line with markup that an editor left
-# open is dropped. Only English Wikipedia's sections, templates and namespaces are known.
+# \x03", and a template that is not in PRINTED becomes "\x04". XML cannot contain these characters,
+# so the text can be tidied around them. Then links become mentions. A line with unclosed markup is
+# dropped. Only English Wikipedia's sections, templates and namespaces are known.
 #
 # Markup left open takes the parser quadratic time, so sections beyond these limits are left out.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
@@ -1578,8 +1578,8 @@ def answer_key(name):
 def answer_entities(corpus) -> tuple:
     """({answer_key: entity}, the keys that match a title only without its bracket).
 
-    A key refers to an entity with that title, with that title before a bracket, or with such a
-    mention, in this order. If several entities qualify, it refers to the most frequent."""
+    A key refers to an entity whose title matches it, otherwise to one whose title matches without
+    its bracket, otherwise to one with a matching mention; among several, to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter()

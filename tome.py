@@ -10,9 +10,9 @@ batch: the Mention Encoder's, then TOME's, which attends to the mentions encoded
 (§2.3). TOME then starts from BATCH-TOME's weights and attends to the frozen memory of the whole
 corpus. A last retrieval predicts the entity of a mention, or the answer to a question (eq. 10).
 
-In shapes, B is the number of passages of T tokens, M of mentions in the batch (not eq. 2's matrix
-M), K of memories retrieved for each mention, and L of masked tokens (not eq. 5's L). z is the
-paper's z_m, `scores` are Query(m) · MemKey(i), and `weights` are alpha."""
+Shapes: a batch has B passages of T tokens, M mentions (not eq. 2's matrix M) and L masked tokens
+(not eq. 5's L). Each mention retrieves K memories. z is the paper's z_m, `scores` are
+Query(m) · MemKey(i), and `weights` are alpha."""
 import re
 from pathlib import Path
 
@@ -215,7 +215,7 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target (a key with itself scores no more). e^20
+    self_score: mean score of a query with its target, and upper bound for a key with itself. e^20
     outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
@@ -277,8 +277,8 @@ def split_into_blocks(state, config):
     """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
     BATCH-TOME has one memory layer: with two, it never used the second. Each block of TOME gets a
-    copy of this layer and an equal share of the Transformer layers above it, in order. A single one
-    cannot be divided, so each of two blocks gets a copy of it, with an idle layer on top."""
+    copy of this layer and an equal share of the Transformer layers above it, in order. A single
+    layer above it cannot be divided: each of two blocks gets a copy, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]

@@ -81,8 +81,8 @@ class Settings:
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "share used to train tome (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
-    # The settings up to cloze_weight are not in the paper. They control batch-tome before the fit,
-    # the fit itself (fit_retrieval), masking, learning rates, linking, teacher forcing and clozes.
+    # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
+    # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome before fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
@@ -798,7 +798,7 @@ def task_examples(run, task, path):
     n_found = sum(e.mentions is None for e in examples)
     if n_found:
         how, find = data.mention_finder(run.corpus.entity_names)
-        say(f"{path}: the mentions of {n_found:,} examples were found by {how}.", sys.stderr)
+        say(f"{path}: the mentions of {n_found:,} examples were found using {how}.", sys.stderr)
         examples = [e._replace(mentions=find(e.text)) if e.mentions is None else e
                     for e in tqdm(examples, "mentions", leave=False, disable=None)]
     passages = data.example_passages(examples, task, run.tokenizer, run.settings.max_length)

@@ -252,7 +252,7 @@ def test_mentions_come_from_the_file_or_from_noun_chunks_or_entity_names(run, tm
                                                   for m in re.finditer(r"the \w+", text)])
 
     assert found() == [[("Did", None)], [("Alma Verran", "Alma Verran")]]
-    assert "mentions of 1 examples were found by entity names" in capsys.readouterr().err
+    assert "mentions of 1 examples were found using entity names" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "spacy", types.SimpleNamespace(load=lambda name, exclude: chunks))
     assert found() == [[("Did", None)], [("the teacher", None), ("the tea", None)]]
     assert "spaCy's noun chunks" in capsys.readouterr().err
