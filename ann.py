@@ -64,7 +64,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
     best = above_bar(queries, keys, k, True, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
-    if len(few) > 0:
+    if len(few) > 0 and N > CPU_TILE // Q:          # the bar of a single tile is safe already
         passage = None if query_passage is None else query_passage[few]
         best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, passage, key_passage)
     return best
