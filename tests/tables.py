@@ -142,7 +142,7 @@ def figure(out, name, seeds, task, hops, kind, key, *flags):
     return [cell[kind][key] for cell in cells if key in cell[kind]]
 
 def masked(out, name, kind):
-    """The share of masked mentions that a run fills in rightly, seed 0."""
+    """The fraction of masked tokens that a run predicts correctly, seed 0."""
     return [evaluate(pretrained(out, name, 0))["masked_mention"][kind]["memory"]]
 
 def task_table(task, heads, paper, out, seeds):
@@ -247,7 +247,7 @@ def retrieved(out, seeds):
 
 @torch.no_grad()
 def deciding(run, tome, memory, examples):
-    """{(layer, n): share of claims where the best memory of a mention, in that layer, stands in a
+    """{(layer, n): share of claims where the best memory of a mention, in that layer, is in a
     passage that states the n-th fact: that links its subject and its object}."""
     index, hits = run.corpus.entity_index, defaultdict(list)
     for example in examples:
