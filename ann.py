@@ -2,10 +2,10 @@
 
     queries (Q, d), keys (N, d)  ->  scores (Q, k), ids (Q, k)      (TopMem(Query(m)), eq. 7)
     plain_topk       the definition; it holds all Q x N scores
-    exact_topk       the same result from one tile of scores at a time (app. C.1.1, but exact)
     BucketedIndex    keys in k-means buckets; a query searches its n_search best buckets (C.1.2)
     sharded_topk     each process searches its own keys for the queries of all processes (app. C.1)
     fetch            requests the chosen rows from the processes that hold them
+    exact_topk       the result of plain_topk, faster and in little memory (app. C.1.1, but exact)
 
 All searches return scores in descending order, and ties in ascending order of id. They exclude keys
 from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
@@ -42,131 +42,6 @@ def best_of(scores, ids, k):
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     scores, ids = scores[:, :k], ids.gather(1, order[:, :k])
     return scores, ids.masked_fill(scores == -torch.inf, -1)
-
-# ---- exact search
-
-BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
-CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
-GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
-NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
-
-@torch.no_grad()
-def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The k best of all keys for every query (app. C.1.1, but exact): scores, ids (Q, k).
-    queries (Q, d); keys (N, d), which may be on disk; query_passage (Q,), key_passage (N,).
-
-    On a CPU, only scores above a bar (a threshold guessed from the first keys) are collected. If a
-    query has fewer than k scores above its bar, it is searched again with a safe bar."""
-    keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
-    if Q == 0 or k == 0 or N == 0:
-        return plain_topk(queries, queries[:0], k)                  # k empty places per query
-    if queries.is_cuda:
-        return best_of_tiles(queries, keys, k, query_passage, key_passage)
-    best = above_bar(queries, keys, k, True, query_passage, key_passage)
-    few = (best[1][:, -1] < 0).nonzero()[:, 0]
-    if len(few) > 0 and N > CPU_TILE // Q:          # the bar of a single tile is safe already
-        passage = None if query_passage is None else query_passage[few]
-        best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, passage, key_passage)
-    return best
-
-def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
-    """The k best scores above each query's bar, which rises while the keys are read. A safe bar is
-    the k-th best score so far. A guess assumes that the keys are in random order: if half of the
-    keys have been read, about k / 2 of the k best are among them."""
-    Q, N, found, n_found = len(queries), len(keys), [], 0
-    # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc reuses nothing larger.
-    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
-    for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
-        blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
-        expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
-        rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
-        maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
-        if start == 0:          # the rank-th best maximum is at most the rank-th best score
-            bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
-        (j, block, query), score = high_scores(blocks, maxima, bar)
-        found.append((query, start + j * len(maxima) + block, score))
-        n_found += len(query)
-        if n_found > 4 * Q * k or is_guess and 4 * first <= n_read < N / 4:
-            bar = bar.maximum(just_below(merge(found, Q, k)[0][:, :rank], rank, dim=1))
-            query, id, score = map(torch.cat, zip(*found))
-            high = (score > bar[query]).nonzero()[:, 0]
-            found, n_found = [(query[high], id[high], score[high])], len(high)
-            first = N           # one correction is enough; after N / 4 it would save little
-    return merge(found, Q, k)
-
-def tiles(queries, keys, first, size, query_passage, key_passage):
-    """Yields the number of each tile's first key, and its float32 scores (W, Q), one row per key.
-    The first tile has `first` keys; each later one has about `size` scores. Keys of the query's own
-    passage score -inf, as do the rows added to make W a multiple of BLOCK."""
-    queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
-    buffer = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
-    for start, end in pairwise([0, *range(first, N, later), N]):
-        rows = keys[start:end].to(queries.device, torch.float32)
-        W = len(rows) + -len(rows) % BLOCK
-        scores = buffer[:W * Q].view(W, Q)
-        torch.mm(rows, queries.T, out=scores[:len(rows)])           # autocast skips calls with out=
-        scores[len(rows):] = -torch.inf
-        if query_passage is not None:
-            passage = key_passage[start:end]
-            row = torch.isin(passage, query_passage).nonzero()[:, 0]
-            own = (passage[row, None] == query_passage) & (query_passage >= 0)
-            scores[row] = scores[row].masked_fill(own, -torch.inf)
-        yield start, scores
-
-def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges each tile's k best. In `tiles`, `nonzero` waits for the GPU."""
-    first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
-    for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
-        row = torch.arange(len(scores), device=scores.device)[:, None]
-        codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row    # no two are equal
-        row = codes.topk(min(k, len(scores)), 0, largest=False).values & 0x7FFFFFFF
-        score, id = scores.gather(0, row).T, start + row.T
-        best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
-    return best
-
-def falling(scores):
-    """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
-    bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
-    # Apart from the sign bit, the bits of a float rise with its magnitude.
-    return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
-
-# ---- the scores above a bar
-
-def block_maxima(blocks):
-    """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
-    maxima = blocks.amax(0)
-    # If any score is NaN or inf, so is the maximum of all scores.
-    return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
-
-def just_below(maxima, n, dim):
-    """The next number below the n-th largest along dim, or below the smallest if fewer than n."""
-    bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
-    return bar.nextafter(torch.full_like(bar, -torch.inf))
-
-def high_scores(blocks, maxima, bar):
-    """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
-    positions, three tensors (F,), and the scores (F,). Skips blocks with maxima up to the bar."""
-    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
-    a, b = block // maxima.shape[1], block % maxima.shape[1]
-    # The scores of the found blocks; index_select is faster.
-    found = blocks.flatten(1).index_select(1, block) if blocks.is_contiguous() else blocks[:, a, b]
-    found = found.nan_to_num_(*NOT_FINITE)
-    high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
-    j, i = high // len(block), high % len(block)
-    return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)
-
-def merge(found, Q, k):
-    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,).
-    Ties of a query must come in order of id."""
-    query, id, score = map(torch.cat, zip(*found))
-    if len(query) == 0:
-        return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
-    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices    # by query, then score
-    count = torch.bincount(query, minlength=Q)[:, None]
-    nth = torch.arange(k, device=score.device)
-    chosen = order[(count.cumsum(0) - count + nth).clamp(max=len(order) - 1)]      # (Q, k)
-    score = score[chosen].masked_fill(nth >= count, -torch.inf)
-    return score, id[chosen].masked_fill(score == -torch.inf, -1)
 
 # ---- k-means and buckets
 
@@ -353,7 +228,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
     of each process. Returns scores, ids (Q, k); an id is a row of the concatenated shards. Exact if
-    k_shard = k. With k = k_shard × processes there is no further top-k (app. C.1.4)."""
+    k_shard = k. With k = k_shard × processes, every key offered is kept (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
@@ -368,10 +243,10 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
 @torch.no_grad()
 def fetch(ids, tables):
     """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
-    tables: this process's shards, all of one length. A process requests each row once, however
+    tables: this process's shards, all of the same length. A process requests each row once, however
     often it needs the row; besides ids and rows, only counts are sent."""
     (rank, size), device, found = rank_and_size(), ids.device, ids >= 0
-    if size == 1 and len(tables[0]) > 0:
+    if size == 1 and len(tables[0]) > 0:                    # the same, without sorting the ids
         row = ids.clamp(min=0).flatten()
         filled = [table.index_select(0, row).unflatten(0, ids.shape) for table in tables]
         for rows in filled:
@@ -387,3 +262,133 @@ def fetch(ids, tables):
     for rows, table in zip(filled, tables):
         rows[found] = exchange(table[local], asked_of_us, asked_by_us)[inverse]
     return filled
+
+# ==== Set apart: fast exact search ================================================================
+# Scores are computed tile by tile (app. C.1.1). A GPU then takes the k best of each tile. On a CPU
+# that would take longer than computing the scores. So a CPU divides the scores into blocks, takes
+# the maximum of each, and looks only into the few blocks whose maximum is above a bar, a score that
+# about k keys reach.
+
+BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
+CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
+GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
+NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
+
+@torch.no_grad()
+def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
+    """The k best of all keys for every query: scores, ids (Q, k). queries (Q, d); keys (N, d),
+    which may be on disk; query_passage (Q,), key_passage (N,).
+
+    On a CPU each query's bar is guessed from the first keys. If it turns out that fewer than k
+    scores are above it, the query is searched again with a safe bar."""
+    keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
+    if Q == 0 or k == 0 or N == 0:
+        return plain_topk(queries, queries[:0], k)                  # k empty places per query
+    if queries.is_cuda:
+        return best_of_tiles(queries, keys, k, query_passage, key_passage)
+    best = above_bar(queries, keys, k, True, query_passage, key_passage)
+    few = (best[1][:, -1] < 0).nonzero()[:, 0]
+    if len(few) > 0 and N > CPU_TILE // Q:          # the bar of a single tile is safe already
+        passage = None if query_passage is None else query_passage[few]
+        best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, passage, key_passage)
+    return best
+
+def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
+    """The k best of each query among its scores above the bar. A safe bar is at most the k-th best
+    score so far. A guess assumes that the keys are in random order: if half of the keys have been
+    read, about k / 2 of the k best are among them. The bar is set by the first tile. It is raised
+    when too many scores were above it, and a guess also once after some more tiles."""
+    Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
+    # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc reuses nothing larger.
+    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
+    for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
+        blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
+        expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
+        rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
+        maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
+        if start == 0:          # the rank-th best maximum is at most the rank-th best score
+            bar = just_below(maxima if len(maxima) >= rank else scores, rank, dim=0)
+        (j, block, query), score = high_scores(blocks, maxima, bar)
+        found.append((query, start + j * len(maxima) + block, score))
+        n_found += len(query)
+        is_due = is_guess and not is_raised and 4 * first <= n_read < N / 4
+        if n_found > 4 * Q * k or is_due:
+            bar = bar.maximum(just_below(merge(found, Q, k)[0][:, :rank], rank, dim=1))
+            query, id, score = map(torch.cat, zip(*found))
+            high = (score > bar[query]).nonzero()[:, 0]
+            found, n_found, is_raised = [(query[high], id[high], score[high])], len(high), True
+    return merge(found, Q, k)
+
+def tiles(queries, keys, first, size, query_passage, key_passage):
+    """Yields the number of each tile's first key, and its float32 scores (W, Q), one row per key.
+    The first tile has `first` keys; each later one has about `size` scores. Keys of the query's own
+    passage score -inf, as do the rows added to make W a multiple of BLOCK."""
+    queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
+    buffer = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
+    for start, end in pairwise([0, *range(first, N, later), N]):
+        rows = keys[start:end].to(queries.device, torch.float32)
+        W = len(rows) + -len(rows) % BLOCK
+        scores = buffer[:W * Q].view(W, Q)
+        torch.mm(rows, queries.T, out=scores[:len(rows)])           # autocast skips calls with out=
+        scores[len(rows):] = -torch.inf
+        if query_passage is not None:
+            passage = key_passage[start:end]
+            row = torch.isin(passage, query_passage).nonzero()[:, 0]
+            own = (passage[row, None] == query_passage) & (query_passage >= 0)
+            scores[row] = scores[row].masked_fill(own, -torch.inf)
+        yield start, scores
+
+def best_of_tiles(queries, keys, k, query_passage, key_passage):
+    """exact_topk on a GPU: merges each tile's k best. In `tiles`, `nonzero` waits for the GPU."""
+    first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
+    for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
+        row = torch.arange(len(scores), device=scores.device)[:, None]
+        codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row    # no two are equal
+        row = codes.topk(min(k, len(scores)), 0, largest=False).values & 0x7FFFFFFF
+        score, id = scores.gather(0, row).T, start + row.T
+        best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
+    return best
+
+def falling(scores):
+    """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
+    bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
+    # Apart from the sign bit, the bits of a float rise with its magnitude.
+    return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
+
+# ---- the scores above a bar
+
+def block_maxima(blocks):
+    """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
+    maxima = blocks.amax(0)
+    # If any score is NaN or inf, so is the maximum of all scores.
+    return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
+
+def just_below(maxima, n, dim):
+    """The next number below the n-th largest along dim, or below the smallest if fewer than n."""
+    bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
+    return bar.nextafter(torch.full_like(bar, -torch.inf))
+
+def high_scores(blocks, maxima, bar):
+    """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
+    positions, three tensors (F,), and the scores (F,). Skips blocks with maxima up to the bar."""
+    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
+    a, b = block // maxima.shape[1], block % maxima.shape[1]
+    # The scores of the found blocks; index_select is faster.
+    found = blocks.flatten(1).index_select(1, block) if blocks.is_contiguous() else blocks[:, a, b]
+    found = found.nan_to_num_(*NOT_FINITE)
+    high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
+    j, i = high // len(block), high % len(block)
+    return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)
+
+def merge(found, Q, k):
+    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,).
+    Ties of a query must come in order of id."""
+    query, id, score = map(torch.cat, zip(*found))
+    if len(query) == 0:
+        return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
+    order = (query * 2 ** 32 + falling(score)).sort(stable=True).indices    # by query, then score
+    count = torch.bincount(query, minlength=Q)[:, None]
+    nth = torch.arange(k, device=score.device)
+    chosen = order[(count.cumsum(0) - count + nth).clamp(max=len(order) - 1)]      # (Q, k)
+    score = score[chosen].masked_fill(nth >= count, -torch.inf)
+    return score, id[chosen].masked_fill(score == -torch.inf, -1)

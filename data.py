@@ -1,7 +1,7 @@
 """Text in, batches out: mentions, markers, masking, related passages, examples, the toy world.
 
 The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app. A (rates), A.1
-(related passages), B.1 (claims and questions). Files and their formats are the second half.
+(related passages), B.1 (claims and questions). The toy world and all file formats come after that.
 
     corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
     Corpus, passage numbers --corpus_batch--> Batch --mask_batch--> masked Batch
@@ -216,8 +216,8 @@ def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the held-out mentions that the memory can fill in but their own passage cannot.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
-    the mention's own passage. Mentions of the article's title are left out, because most of its
-    passages name it."""
+    the mention's own passage. Mentions of the article's title are left out: to fill one in means to
+    recognise the article, not to know a fact."""
     linked = np.flatnonzero(corpus.mention_entity)
     linked = linked[~corpus.replaced[corpus.passage_of(linked)]]
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
@@ -235,9 +235,9 @@ POOL = 2 ** 15          # maximum number of articles that are compared with each
 def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
-    Only the last cluster can be smaller. Clustering takes quadratic time, so more than POOL
-    (or 2 * size) articles are divided into random pools, each clustered by itself. The passages
-    of unfilled clusters, fewer than `size` per pool, are clustered again."""
+    Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
+    POOL (or 2 * size) articles, they are divided into random pools, each clustered by itself. The
+    passages of unfilled clusters, fewer than `size` per pool, are clustered again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -262,11 +262,11 @@ def articles_with(keys) -> dict:
 def greedy_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages, made by greedily adding the most related article.
 
-    A cluster starts from the article with the most unused passages. Until the cluster is full, the
-    article whose set of entities has the largest Jaccard similarity to the cluster's is added. Ties
-    are broken in favour of an article whose title shares a word with a title in the cluster (our
-    addition), then at random. Without this rule, names in a batch rarely look alike, and the model
-    learns to read only one word of each."""
+    A cluster starts from the article with the most unused passages. Articles are added until it is
+    full, each time the one whose set of entities has the largest Jaccard similarity to the
+    cluster's. Ties are broken in favour of an article whose title shares a word with a title in the
+    cluster (our addition), then at random. Without this rule, names in a batch rarely look alike,
+    and the model learns to read only one word of each."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are renumbered at random, because argmax takes the first of equal values.
     place = np.random.default_rng(seed).permutation(len(numbers))
@@ -315,17 +315,6 @@ class Example(NamedTuple):
     answers: list               # names of entities, each a correct answer; empty for a claim
     info: dict                  # the whole record with its other fields: subject, bridge, …
 
-def encode_start(tokenizer, text, n_tokens):
-    """The encoding of the start of a text: at least its first n_tokens tokens, or all that it has.
-    At most a million characters are read."""
-    for length in (8 * n_tokens, 1_000_000):
-        encoding = tokenizer.encode(text[:length], add_special_tokens=False)
-        words = encoding.word_ids
-        # A cut changes only the last word's tokens, so they do not count.
-        if length >= len(text) or len(words) - words.count((words or [0])[-1]) >= n_tokens:
-            break
-    return encoding
-
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions,
     with the first max_mentions mentions of its list (app. B.1).
@@ -335,8 +324,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # Enough tokens for all of a mention at the end of passage 1, unless it fits in no passage.
-        encoding = encode_start(tokenizer, example.text, 3 * max_length)
+        encoding = tokenizer.encode(example.text, add_special_tokens=False)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
         tokens, index = passages[0] if passages else ([special[CLS], special[SEP]], [])
@@ -371,16 +359,17 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
             batch.answer[m] = next(known, 0)
     return batch
 
-# ---------------------------------------------------------------- the toy world
+# ==== Set apart: the toy world ====================================================================
 
 # A made-up world of people, cities, countries, companies and films, small enough to train on in
 # minutes. A fact is a subject, a relation and an object: the film Silent Garden (subject) has the
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject, of one to three sentences. Each fact is stated in four of them (in all
-#     five, if it is the only one), each time in different words. If one of these is held out and
-#     one only describes the fact (see below), two training passages still state it.
+# Five passages per subject, of one to three sentences, so that the model also learns to find facts
+#     in a passage of one sentence. Each fact is stated in four of them (in all five, if it is the
+#     only one), each time in different words. If one of these is held out and one only describes
+#     the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
 # Described facts. For half of the facts in the examples' split "train", one of the four passages
@@ -539,7 +528,7 @@ def toy_examples(rng, asked, limit) -> dict:
                 claims.append(toy_line("text", [said], label=label, **fact))
     return {"qa": qa, "claims": claims[:limit]}
 
-# ==== Set apart: the words of the toy world, files ================================================
+# ---------------------------------------------------------------- the words of the toy world
 
 RELATIONS = {
     "born_in": Relation("person", "city", "birthplace", [
@@ -701,7 +690,8 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
 def open_bytes(path):
     """A file open for reading. Raises UserError for a folder or a pipe."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"{path}: cannot be read twice; give a file, not a folder or a pipe")
+        raise UserError(f"{path}: not a regular file; give a file that can be read twice, not a "
+                        "folder or a pipe")
     return open(path, "rb")
 
 def open_text(path, errors="strict") -> Iterator[str]:

@@ -21,7 +21,8 @@ from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
     """A dataclass field that is also a flag of train.py. allowed: allowed values, or (minimum,
-    maximum). text: the help text. since: no stage before this one depends on the setting."""
+    maximum). text: the help text. since: the first stage that depends on the setting; `train.py
+    --from` reuses the results of earlier stages."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
@@ -128,8 +129,9 @@ class Packing:
     """Leaves padding out of the computation: (B, T, C) <-> (n, C).
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows, one per token. (A simpler pack, x.flatten(0, 1), would compute the padding too.) Some
-    padding is kept to make n a multiple of 128, since oneDNN compiles code for each new n."""
+    rows, one per token. (With x.flatten(0, 1) and its inverse the results would be the same, but
+    the padding, often a third of a batch, would be computed too.) Some padding is kept to make n a
+    multiple of 128, since oneDNN compiles code for each new n."""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
@@ -311,7 +313,7 @@ def set_sizes(config, state):
         raise ValueError(f"hidden size {config.hidden} is not a multiple of {config.n_heads} heads")
 
 def read_bert(folder, config):
-    """(config, places, tensors) of a BERT. places: {their name of a layer: ours}. The last n_upper
+    """(config, places, tensors) of a BERT. places: {their name for a layer: ours}. The last n_upper
     layers go above the first memory layer (§4.1: 8 of 12)."""
     bert = json.loads((folder / "config.json").read_bytes())        # UTF-8 in any locale
     for name, known in (("model_type", ["bert"]), ("position_embedding_type", ["absolute"]),

@@ -4,7 +4,7 @@
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
 An accuracy alone says little about a memory. So, alongside the accuracy with the whole memory
-("memory"; "tokens" in train.py's output, "accuracy" in log.jsonl), the report gives these controls:
+("memory"; in train.py's output "tokens"), the report gives these controls:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values
@@ -82,8 +82,9 @@ def open_run(out, task=None, blocks=1, device=None, n_search=None, fraction=1.0)
 def ask(opened, text):
     """The Answer to a question (task "qa") or a claim (task "claims").
 
-    Mentions are the names of entities in the text, and words in [brackets]. "Where was Ida Hale's
-    [teacher] born?" takes its second hop from [teacher]. Raises data.UserError without mentions."""
+    Mentions are the names of entities in the text, and words in [brackets]. The second hop of
+    "Where was Ida Hale's [teacher] born?" starts from [teacher]. Raises data.UserError if the text
+    has no mention."""
     run, tome, _, task = opened
     if task is None:
         raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
@@ -152,7 +153,7 @@ def retrieve(opened, encoding):
     return opened.memory.retrieve(encoding[None], passage, config.k_answer, config.k_answer_shard)
 
 def sources_of(opened, found, m, n=3, entity=None):
-    """The n best Sources that mention m retrieved, or the n best among those of one entity."""
+    """The n best Sources retrieved by mention m, or the n best among those of one entity."""
     if opened.run.is_baseline:
         return []
     corpus, weights = opened.run.corpus, attention_weights(found.scores[m])
@@ -187,12 +188,12 @@ def masked_mention_figures(run, tome, memory, n=1000):
     figures = {"masked_mention": {}, "same_entity_mass": {}}
     for kind, found in measured.items():
         chosen, size = group == kind, {"n": found["n"]}
-        mass = {"visible": found["mass_visible"], "masked": found["mass_masked"]}
-        cell = {"memory": found["accuracy"], "entity": found["entity"],
+        mass = {"visible": found["attention_visible"], "masked": found["attention"]}
+        cell = {"memory": found["tokens"], "entity": found["entity"],
                 "recall@20": found["recall@20"]}
         if not run.is_baseline:
             low, high = interval(gains[chosen], articles[chosen]) or (None, None)
-            cell |= {"emptied": emptied[kind]["accuracy"], "shuffled": shuffled[kind]["accuracy"],
+            cell |= {"emptied": emptied[kind]["tokens"], "shuffled": shuffled[kind]["tokens"],
                      "gain": [train.mean(gains[chosen]), low, high],
                      "bm25_entity": train.mean(ranks[chosen] <= 1),
                      "bm25_entity@20": train.mean(ranks[chosen] <= 20)}
@@ -298,9 +299,9 @@ def bm25(corpus, passages, k1=0.9, b=0.4):
     return scores
 
 def bm25_ranks(corpus, passages, queries, k=20):
-    """For each Query the rank of its correct entities in BM25's vote, infinite without votes. Each
-    of the k best passages adds its score to the votes of every entity that it links. Ties are
-    broken against the correct entity."""
+    """For each Query the best rank of its correct entities in BM25's vote, or inf if they get no
+    votes. Each of the k best passages adds its score to the votes of every entity that it links.
+    Ties are broken against the correct entity."""
     score, ranks = bm25(corpus, passages), []
     for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
         scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
@@ -335,7 +336,7 @@ def by_size(run, tome, memory, shares, n=300):
                                             progress=f"{share:.0%} of the memory")
         for group, cell in measured.items():
             if cell["n"]:
-                rows.setdefault(group, []).append(cell["accuracy"])
+                rows.setdefault(group, []).append(cell["tokens"])
     return rows
 
 def draw_run(figure, opened, blocks):
@@ -366,10 +367,10 @@ def draw_training(axis, run, blocks):
         if stages == ["batch-tome"] and run.settings.memory_from:
             fit_step = train.first_memory_step(run.settings, end)
             axis.axvline(fit_step, color="grey", ls="--", lw=0.8, label="fit_retrieval")
-    for color, title, key in (("C0", "tokens", "accuracy"), ("C1", "attention", "mass_masked")):
+    for color, name in (("C0", "tokens"), ("C1", "attention")):
         for group, style in zip(train.GROUPS, ("-", ":")):
-            values = [point[group][key] for point in points]
-            axis.plot(steps, values, style, color=color, label=f"{title}, {group}")
+            values = [point[group][name] for point in points]
+            axis.plot(steps, values, style, color=color, label=f"{name}, {group}")
     axis.set(xlabel="steps", ylabel="fraction", ylim=(-0.03, 1.03))
     axis.legend(frameon=False, fontsize="small")
 
@@ -394,10 +395,10 @@ def draw_mentions(figure, mentions):
 
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
-          "memory, none of it, and permuted values; 50%, 10%: with this share of it. gain: memory "
-          "minus emptied. entity, bm25: eq. 10 or BM25's vote picks the correct entity; @20: it is "
-          "among the entities of eq. 10's 20 best memories, or the first 20 of BM25's vote. "
-          "visible, masked: attention to memories of their own entity.",
+          "memory, none of it, and permuted values; gain: memory minus emptied. entity, bm25: "
+          "eq. 10 or BM25's vote picks the correct entity; @20: it is among the entities of eq. "
+          "10's 20 best memories, or the first 20 of BM25's vote. visible, masked: attention to "
+          "memories of their own entity.",
     "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
           "recall@20: a correct answer is among the 20 best memories (for BM25: passages).",
     "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}
@@ -427,9 +428,6 @@ def report(opened, args):
         figures = masked_mention_figures(run, tome, memory)
         cells = {kind: cell | figures["same_entity_mass"][kind]
                  for kind, cell in figures["masked_mention"].items()}
-        if not (args.json or run.is_baseline or args.memory_fraction < 1):
-            for kind, shares in by_size(run, tome, memory, (0.5, 0.1)).items():
-                cells[kind] |= zip(("50%", "10%"), shares)
     if args.json:
         print(json.dumps(figures))
     else:
@@ -501,11 +499,12 @@ def parse_arguments(argv):
     add = parser.add_argument
     add("--out", default="runs/toy", help="folder of the run (default: runs/toy)")
     add("--blocks", type=int, choices=(1, 2), default=1, help="TOME-1 or TOME-2 (default: 1)")
-    add("--task", choices=("claims", "qa"), help="fine-tuned model to use (default: pre-trained)")
+    add("--task", choices=("claims", "qa"),
+        help="fine-tuned model to use (default: the pre-trained one; with --ask: qa)")
     add("--examples", metavar="FILE", help="examples to evaluate on (default: the toy world's)")
     add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
     add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
-    add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is one")
+    add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is a GPU")
     add("--plot", metavar="FILE.png", help="draw training, and accuracy against memory size; with "
         "--show or --ask, what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument

@@ -149,10 +149,12 @@ class MentionMemory:
 
     def sample(self, fraction, seed=0):
         """A uniform sample by passage (§4.1 samples mentions, 38M of 150M): a passage is kept as a
-        whole or left out. sample(0) is the emptied memory."""
+        whole or left out, so that the mentions of a fact stay together. sample(0) is the emptied
+        memory."""
         if fraction >= 1:
             return self
-        n = int(self.passage.max()) + 1 if len(self) else 0     # processes agree, whatever their n
+        # The first numbers that `random(n)` draws do not depend on n, so all processes agree.
+        n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
 
@@ -227,9 +229,9 @@ class GivenMemory:
     draws with replacement, minus those from its own passage). A model thus learns to read what it
     retrieves before it retrieves well. Queries get no gradient from it.
 
-    Before each use, set `wanted` (M,) to the entities of the mentions. A mention with 0 is given
-    nothing or, if others_search is true, searches the memory. In that case `found` contains what a
-    search finds for every mention."""
+    Before each use, set `wanted` (M,) to the entities of the mentions. A mention whose entry is 0
+    is given nothing or, if others_search is true, searches the memory. In that case `found`
+    contains what a search finds for every mention."""
     def __init__(self, memory, n_entities):
         self.memory, self.values, self.others_search = memory, memory.values, False
         entity = ann.gather(memory.entity)
@@ -264,9 +266,9 @@ class GivenMemory:
 
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
-    processes call it and share the shards. made_from: checksums {"corpus": …, "batch-tome": …},
-    stored in meta.json. old_folder: the memory before text was appended; its full shards are
-    reused as hard links (or copies). Raises UserError.
+    processes call it and divide the shards among themselves. made_from: checksums {"corpus": …,
+    "batch-tome": …}, stored in meta.json. old_folder: the memory before text was appended; its full
+    shards are reused as hard links (or copies). Raises UserError.
 
     Each file is written atomically. An interrupted build continues with the first missing shard,
     unless `made_from` has changed."""

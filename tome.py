@@ -11,8 +11,8 @@ batch: the Mention Encoder's, then TOME's, which attends to the mentions encoded
 corpus. A last retrieval predicts the entity of a mention, or the answer to a question (eq. 10).
 
 Shapes: a batch has B passages of T tokens, M mentions (not eq. 2's matrix M) and L masked tokens
-(not eq. 5's L). Each mention retrieves K memories. z is the paper's z_m, `scores` are
-Query(m) · MemKey(i), and `weights` are alpha."""
+(not eq. 5's L). Each mention retrieves K memories. z is the paper's z_m. `scores` are
+Query(m) · MemKey(i), or z · MemKey(i) in eq. 10, and `weights` are alpha."""
 import re
 from pathlib import Path
 
@@ -120,7 +120,8 @@ class BatchTOME(nn.Module):
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each loss is this process's share of a mean over all processes: the sum over its own items divided
-# by the number of items everywhere. Shares and their gradients add up to those of one large batch.
+# by the number of items everywhere. Added up, shares and their gradients are the loss and gradient
+# of one large batch.
 
 def share_of_mean(losses):
     """losses (n,) of this process -> its share of the mean over all processes, 0 if it has none."""
@@ -136,9 +137,9 @@ def coreference_loss(z, entity, passage):
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Each linked mention is compared
     with the linked mentions in other passages, of all processes. Mentions of its entity are
-    positives, all others negatives. Its loss is the mean over its positives of the cross-entropy of
-    that positive against all negatives; the result is the mean over mentions with a positive. (The
-    appendix's text and the public code agree; the appendix's formula sums inside the logarithm.)"""
+    positives, all others negatives. Its loss is the mean, over its positives, of the cross-entropy
+    of each positive against all negatives; the result is the mean over mentions with a positive.
+    (The appendix's text and the public code agree; its formula sums inside the logarithm.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -191,7 +192,7 @@ def retrieve_answer(tome, H, batch, memory, asked):
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
-# ---- Initial weights -----------------------------------------------------------------------------
+# ==== Set apart: initial weights ==================================================================
 # A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
 # toy and mini train BATCH-TOME in three parts; preset base, with a million steps, has only part 3.
 # 1. Before retrieval: MLM and coreference train [E_start] and [E_end] to encode their mention. Toy
@@ -215,8 +216,9 @@ def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
     in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: mean score of a query with its target, and upper bound for a key with itself. e^20
-    outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    self_score: the mean score of a query with its target, and an upper bound on the mean score of a
+    key with itself. e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e]
+    are similar.)"""
     of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
     if len(of_keys) < 2:
         return

@@ -11,8 +11,8 @@
     torchrun --nproc_per_node 2 train.py --stage tome           the same work in two processes
 
 A command first runs the earlier stages that have no result yet. Each stage continues where it
-stopped. The batch, masks and dropout of a step depend only on (seed, stage, step, process), so an
-interrupted and resumed run is bit-identical on a CPU.
+stopped. The batch, masks and dropout of a step depend only on (seed, stage, step, process). So on a
+CPU, with as many threads, a resumed run is bit-identical to an uninterrupted one.
 
 Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
 mentions. `memory` is a MentionMemory, or the EntityTable of a baseline."""
@@ -83,11 +83,13 @@ class Settings:
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
     # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome before fit_retrieval")
+    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome with the memory off; then "
+                                 "fit_retrieval")
     own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
-    all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity")
+    all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
+                                 "so that it cannot be copied")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
     linking_weight: float = setting(0.0, (0, 1), "weight of the last memory layer's loss", "tome")
@@ -96,7 +98,8 @@ class Settings:
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity after these steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
-    k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning", "finetune")
+    k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning, which learns only from "
+                              "answers among them", "finetune")
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
@@ -132,12 +135,14 @@ class Plan(Schedule):
 # memory.build_memory. Each loss is this process's share of the mean over the whole batch, so the
 # gradients of all processes add up to the gradient of the whole batch.
 #
-# `run` is an open run folder (class Run, below): run.settings, run.config, run.seed, run.corpus,
-# run.tokenizer, run.device, run.entity_group (E,) index into GROUPS, run.is_baseline.
+# `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
+# run.device, run.entity_group (E,) index into GROUPS, run.is_toy, run.is_baseline. Its Configs are
+# run.config, run.batch_tome_config (with one memory layer) and run.task_config (for fine-tuning).
 
 def endless(order):
-    """at(step, n): the n items of a step from order(0), order(1), … concatenated. order(epoch) is
-    an array, always of the same length. Items depend only on the step, so no position is saved."""
+    """at(step, n): the n items of a step, taken from the concatenation of order(0), order(1), …
+    order(epoch) is an array, always of the same length. Items depend only on the step, so no
+    position is saved."""
     order = lru_cache(maxsize=3)(order)     # epoch 0, for its length, and the step's epochs
     def at(step, n):
         length = len(order(0))
@@ -194,8 +199,9 @@ class BatchTOMEStage:
         count = corpus.entity_count
         least = max(1, np.sort(count)[-min(run.settings.coref_entities, len(count))])
         self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
-        self.model = BatchTOME(TOME(run.batch_tome_config))         # run.config, with one block
-        if not run.path(plan).exists():         # otherwise the weights come from the checkpoint
+        if run.path(plan).exists():                             # weights come from the checkpoint
+            self.model = BatchTOME(TOME(run.batch_tome_config))
+        else:
             self.model = new_batch_tome(run, run.seed)
         self.fit_step = first_memory_step(run.settings, plan.steps)
 
@@ -209,7 +215,8 @@ class BatchTOMEStage:
         return np.concatenate([found[i] for i in order])
 
     def next_batch(self, step):
-        if step == self.fit_step > 0:           # before the first batch with a memory
+        """The batch of a step. The first batch with a memory is preceded by the fit."""
+        if step == self.fit_step > 0:
             self.fit(step)
         return masked_batch(self.run, self.items(step, self.plan.batch), 1, step)
 
@@ -306,36 +313,6 @@ class TOMEStage:
     def evaluate(self):
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
-class TeacherForcedTOMEStage(TOMEStage):
-    """TOME that is given memories of the correct entity (memory.GivenMemory), so that it learns to
-    read memories before its attention finds them. Used by preset mini, because on real text
-    attention rarely finds the entity of a masked mention."""
-    def __init__(self, run, plan):
-        super().__init__(run, plan)
-        self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
-
-    def losses(self, batch, step):
-        """In the first steps every linked mention is given memories, and only W_U, the layers above
-        the memory and the word embeddings (shared by the MLM head) are trained. Later a fraction of
-        the mentions is given memories, since otherwise the model forgets how to read them."""
-        settings, model = self.run.settings, self.model
-        all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
-        rate = 1.0 if all_are_given else settings.teacher_forcing_rate
-        is_given = torch.rand(len(batch.entity), device=batch.entity.device) < rate
-        self.given.wanted = torch.where(is_given, batch.entity, 0)
-        self.given.others_search = not all_are_given
-        with torch.set_grad_enabled(not all_are_given):
-            H0 = model.forward_initial(batch.tokens, batch.attention_mask)
-        H, _ = model.forward_blocks(H0, batch.attention_mask, batch, self.given)
-        if all_are_given:
-            logits = model.mlm_logits(H, batch.is_target)
-            return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
-        # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
-        # trained on it. TOME-1's query (linking) is made before reading, so it is always trained.
-        asked = torch.where(is_given, 0, batch.entity)
-        linked = batch.entity if self.run.config.n_blocks == 1 else asked
-        return self.weighted_losses(batch, H, asked, self.given.found, linked)
-
 class FinetuneStage:
     """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]);
     app. B.1.
@@ -344,8 +321,7 @@ class FinetuneStage:
     masked and has to be predicted. Labels alone do not teach which two facts a claim needs."""
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
-        self.model = load_model(run, "tome")
-        self.model.config = run.task_config             # with k_answer = k_finetune
+        self.model = load_model(run, "tome", run.task_config)       # k_answer = k_finetune
         start_from(run, self.model, plan)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         self.training, self.dev = read_task_examples(run, plan)
@@ -614,12 +590,12 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     mentions: corpus numbers, from data.eval_mentions. progress: the title of a progress bar.
     items: a MaskedMention for each mention. figures: for each of GROUPS a dictionary with
 
-    accuracy        of masked tokens; in the printed lines "tokens", in the report "memory"
-    entity          the fraction of masked mentions with is_named
-    recall@20       … with is_recalled
-    mass_masked     mean attention of the masked mentions
-    mass_visible    mean attention of the visible mentions
-    n               the number of masked mentions"""
+    tokens              the fraction of masked tokens predicted correctly
+    entity              the fraction of masked mentions with is_named
+    recall@20           the fraction of masked mentions with is_recalled
+    attention           mean attention of the masked mentions
+    attention_visible   mean attention of the visible mentions
+    n                   the number of masked mentions"""
     tome.eval()
     is_elsewhere, items = in_two_passages(run, memory), []
     starts = range(0, len(mentions), batch_size)
@@ -632,11 +608,11 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
         visible = [mass for item in items for kind, mass in item.visible if kind == group]
         n_tokens = sum(item.n_tokens for item in masked)
         figures[group] = {
-            "accuracy": sum(item.n_correct for item in masked) / max(n_tokens, 1),
+            "tokens": sum(item.n_correct for item in masked) / max(n_tokens, 1),
             "entity": mean([item.is_named for item in masked]),
             "recall@20": mean([item.is_recalled for item in masked]),
-            "mass_masked": mean([item.attention for item in masked]),
-            "mass_visible": mean(visible),
+            "attention": mean([item.attention for item in masked]),
+            "attention_visible": mean(visible),
             "n": len(masked)}
     return figures, items
 
@@ -778,6 +754,38 @@ def clozes_of(run, example, rng):
     known = [entity for entity in known if entity == example.info.get("object")] or known
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
+# ==== Set apart: teacher forcing ==================================================================
+
+class TeacherForcedTOMEStage(TOMEStage):
+    """TOME that is given memories of the correct entity (memory.GivenMemory), so that it learns to
+    read memories before its attention finds them. Used by preset mini, because on real text
+    attention rarely finds the entity of a masked mention."""
+    def __init__(self, run, plan):
+        super().__init__(run, plan)
+        self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
+
+    def losses(self, batch, step):
+        """In the first steps every linked mention is given memories, and only W_U, the layers above
+        the memory and the word embeddings (shared by the MLM head) are trained. Later a fraction of
+        the mentions is given memories, since otherwise the model forgets how to read them."""
+        settings, model = self.run.settings, self.model
+        all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
+        rate = 1.0 if all_are_given else settings.teacher_forcing_rate
+        is_given = torch.rand(len(batch.entity), device=batch.entity.device) < rate
+        self.given.wanted = torch.where(is_given, batch.entity, 0)
+        self.given.others_search = not all_are_given
+        with torch.set_grad_enabled(not all_are_given):
+            H0 = model.forward_initial(batch.tokens, batch.attention_mask)
+        H, _ = model.forward_blocks(H0, batch.attention_mask, batch, self.given)
+        if all_are_given:
+            logits = model.mlm_logits(H, batch.is_target)
+            return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
+        # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
+        # trained on it. TOME-1's query (linking) is made before reading, so it is always trained.
+        asked = torch.where(is_given, 0, batch.entity)
+        linked = batch.entity if self.run.config.n_blocks == 1 else asked
+        return self.weighted_losses(batch, H, asked, self.given.found, linked)
+
 # ==== Set apart: files of examples ================================================================
 
 def dev_files(path):
@@ -903,10 +911,11 @@ def start_from(run, tome, plan):
         with intact(f"--start {path}:", "it contains no TOME of these dimensions", "give another"):
             lacks, unused = tome.load_state_dict(saved, strict=False)       # refuses another shape
             if layers := [name for name in lacks + unused if "layers." in name]:
-                raise ValueError(f"other layers: {', '.join(layers)}")
+                raise ValueError(f"its layers differ: {', '.join(layers)}")
 
 # ==== Set apart: presets ==========================================================================
-# These values replace the paper's. toy takes minutes on a laptop; mini is for a few hundred texts.
+# These values replace the paper's. toy takes minutes on a laptop; mini is for a few hundred
+# articles.
 # Their models are small and their steps few, so learning rates are 6 to 100 times the paper's. Each
 # process offers all k (k_shard = k), so the search is exact for any number of processes.
 
@@ -965,9 +974,9 @@ def check_values(values):
 #   appended-0001/      corpus/ and memory/ after --append; the highest number is in use
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so the
-# same command continues after a kill at any moment. Each result contains the checksums of the
-# results that it was made from (made_from), and is rejected if these have changed.
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so a
+# command that was killed at any moment can be repeated to continue it. Each result contains the
+# checksums of the results that it was made from (made_from), and is rejected if these have changed.
 
 def missing(path, stage, how="missing"):
     """The error for a missing result that a command needs."""
@@ -997,12 +1006,6 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
             raise ValueError(f"it has format {about['format']}, not {data.FORMAT}")
-        if about["finished"] is not True:
-            counts = [about[name] for name in ("step", "evaluated", "threads")]
-            counts += [n for _, n in about["sums"].values()]
-            numbers = [about["best_score"], *(total for total, _ in about["sums"].values())]
-            if {*map(type, counts)} != {int} or {*map(type, numbers)} != {float}:
-                raise ValueError("its progress has values of the wrong type")
         check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
@@ -1106,8 +1109,8 @@ class Run:
             source = self.out / f"{others[0]}.pt"
             if source.exists():
                 self.read_checkpoint(source)            # raises if the source is damaged
-            raise UserError(f"{path} was made from another {others[0]}; remove {path} to have it "
-                            "rebuilt, or choose another --out")
+            raise UserError(f"{path} was made with a different {others[0]}; remove {path} to have "
+                            "it rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
@@ -1120,13 +1123,14 @@ class Run:
         self.check_sources(path, checkpoint["about"].get("made_from"), self.made_from(plan.kind))
         return checkpoint
 
-def load_model(run, kind="tome"):
-    """The trained model of a stage. Raises UserError if it is missing or unfinished."""
+def load_model(run, kind="tome", config=None):
+    """The trained model of a stage. config: another Config for it, with the same sizes. Raises
+    UserError if the model is missing or unfinished."""
     plan = run.plan(kind)
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None or not checkpoint["about"]["finished"]:
         raise missing(path, plan.flags, "unfinished" if checkpoint else "missing")
-    config = run.task_config if kind in ("claims", "qa") else run.config
+    config = config or (run.task_config if kind in ("claims", "qa") else run.config)
     model = BatchTOME(TOME(run.batch_tome_config)) if kind == "batch-tome" else TOME(config)
     with intact(path):
         model.load_state_dict(checkpoint["model"])
@@ -1398,7 +1402,7 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
     expected = appended[-1][0] if appended else made_from["text"]
     if checksum(source) != expected and (appended or not run.is_toy):
         shutil.rmtree(folder)
-        raise UserError(f"{source} changed while it was read; run the command again")
+        raise UserError(f"{source} changed while it was being read; run the command again")
     counts = corpus.meta["counts"]
     say(f"  {counts['passages']:,} passages, {counts['mentions']:,} mentions "
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
@@ -1416,7 +1420,7 @@ def append(run, file, replace_articles):
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
     # With --replace a file may be appended again if another file has replaced its articles since.
     if record in (done[-1:] if replace_articles else done):
-        say(f"{file} was appended before, to {run.base}; nothing is left to do.")
+        say(f"{run.base} already contains {file}; nothing is left to do.")
         return
     open_memory(run)                                    # only for its errors
     folder, is_first = run.out / f"appended-{len(done) + 1:04d}", ann.rank_and_size()[0] == 0
@@ -1532,9 +1536,9 @@ def say_figures(figures, place=""):
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
     measured = []
     if groups:
-        for title, key in (("tokens", "accuracy"), ("attention", "mass_masked")):
-            shares = "/".join(f"{100 * group[key]:.0f}" for group in groups)
-            measured.append(f"{title} {shares}%")
+        for name in ("tokens", "attention"):
+            shares = "/".join(f"{100 * group[name]:.0f}" for group in groups)
+            measured.append(f"{name} {shares}%")
     if "score" in figures:
         measured.append(f"dev accuracy {figures['score']:.3f}")
     if losses or measured:
@@ -1591,16 +1595,16 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
-        "device": {"choices": ("cpu", "cuda", "mps"), "help": "default: cuda if there is one"},
+        "device": {"choices": ("cpu", "cuda", "mps"), "help": "default: cuda if there is a GPU"},
         "quiet": {"action": "store_true", "help": "no report at the end"}},
     "a new run; in an existing folder these may be left out": {
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME from a file of the paper's own code"},
-        "from": PATH | {"dest": "old", "help": "reuse this run's results of earlier stages (no "
-                        "appended text); settings that do not affect them may be changed"}},
-    "the stage; stored in its file when it begins": {
+        "from": PATH | {"dest": "old", "help": "reuse the results of earlier stages from the run "
+                        "in PATH (no appended text); other settings may be changed"}},
+    "the stage; all but --append and --replace are stored in its file when it begins": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "
                   'it is with --steps 0) or, with "scratch", from random weights'},

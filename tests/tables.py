@@ -235,7 +235,7 @@ def retrieved(out, seeds):
     rows = [["attention on the same entity", "visible", "masked", "paper", ""]]
     for name, stage, paper in (("no-coreference", "batch-tome", 55), ("mlm-alone", "tome-1", 41),
                                ("tome-1", "batch-tome", ""), ("tome-1", "tome-1", "")):
-        masses = [(mass, name, stage, key) for key in ("mass_visible", "mass_masked")]
+        masses = [(mass, name, stage, key) for key in ("attention_visible", "attention")]
         rows.append([f"{name}, end of {stage}", *masses, paper])
     rows.append(["best memory states the fact (test claims)", "layer 1: first fact", "second",
                  "layer 2: first fact", "second"])

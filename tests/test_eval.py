@@ -379,7 +379,7 @@ def test_the_record_of_a_masked_mention_agrees_with_a_forward_pass_of_it_alone(r
         chosen = [item for item in items if item.group == kind]
         assert cell["n"] == len(chosen)
         if chosen:
-            assert cell["accuracy"] == sum(x.n_correct for x in chosen) / sum(x.n_tokens for x in chosen)
+            assert cell["tokens"] == sum(x.n_correct for x in chosen) / sum(x.n_tokens for x in chosen)
             assert cell["entity"] == np.mean([x.is_named for x in chosen])
             assert cell["recall@20"] == np.mean([x.is_recalled for x in chosen])
 
@@ -622,15 +622,15 @@ def test_the_curves_show_the_log_and_the_accuracy_with_parts_of_the_memory(run, 
     log = [record for record in log if "seen" in record]
     lines = {line.get_label(): line for line in left.lines}
     ends = np.cumsum([0] + [max(r["step"] for r in log if r["stage"] == stage) for stage in ("batch-tome", log[-1]["stage"])])
-    assert lines["attention, seen"].get_ydata().tolist() == [record["seen"]["mass_masked"] for record in log]
-    assert lines["tokens, unseen"].get_ydata().tolist() == [record["unseen"]["accuracy"] for record in log]
+    assert lines["attention, seen"].get_ydata().tolist() == [record["seen"]["attention"] for record in log]
+    assert lines["tokens, unseen"].get_ydata().tolist() == [record["unseen"]["tokens"] for record in log]
     assert lines["tokens, seen"].get_xdata()[-1] == ends[-1] and lines["stage tome begins"].get_xdata()[0] == ends[1]
     assert lines["fit_retrieval"].get_xdata()[0] == int(ends[1] * opened.run.settings.memory_from)
     mentions = train.sample_eval_mentions(opened.run, 300)
     for line in right.lines:
         for share, accuracy in zip(line.get_xdata(), line.get_ydata()):
             measured, _ = train.masked_mentions(*opened[:2], opened.memory.sample(share / 100), mentions)
-            assert accuracy == measured[line.get_label()]["accuracy"]
+            assert accuracy == measured[line.get_label()]["tokens"]
 
 def test_plot_without_matplotlib_or_with_an_unknown_suffix_gives_one_sentence(run, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
@@ -669,7 +669,7 @@ def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run):
                           env={"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and not done.stderr, done.stderr
     rows = table(done.stdout)
-    assert rows.keys() == {"seen", "unseen"} and {"memory", "emptied", "gain", "visible", "10%", "n"} <= rows["seen"].keys()
+    assert rows.keys() == {"seen", "unseen"} and {"memory", "emptied", "gain", "visible", "n"} <= rows["seen"].keys()
     masked = subprocess.run([*program(run, "--json")], capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"})
     figures = json.loads(masked.stdout)
     for kind, row in rows.items():

@@ -396,9 +396,9 @@ def stranger(reference, tmp_path_factory):
     return out
 
 @pytest.mark.parametrize("name, words", [
-    ("tome-1.pt", "tome-1.pt was made from another"), ("memory", "memory was made from another"),
-    ("corpus", "was made from another corpus"), ("corpus/vocab.txt", "vocab.txt"),
-    ("batch-tome.pt", "batch-tome.pt was made from another corpus"), ("run.json", "corpus")])
+    ("tome-1.pt", "tome-1.pt was made with a different"), ("memory", "memory was made with a different"),
+    ("corpus", "was made with a different corpus"), ("corpus/vocab.txt", "vocab.txt"),
+    ("batch-tome.pt", "batch-tome.pt was made with a different corpus"), ("run.json", "corpus")])
 def test_files_of_another_run_are_refused(reference, stranger, small, name, words):
     out = reference.fresh("tome-2")
     if (out / name).is_dir():

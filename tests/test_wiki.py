@@ -254,7 +254,7 @@ def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     with pytest.raises(FileNotFoundError):
         data.wiki(tmp_path / "none.xml", out)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="pipe: cannot be read twice"):
+    with pytest.raises(UserError, match="pipe: not a regular file"):
         data.wiki(tmp_path / "pipe", out)
     with pytest.raises(UserError, match="No such file.*check the folder"):
         data.wiki(tmp_path / "none.xml", tmp_path / "no folder" / "out.jsonl")     # before it is read
