@@ -107,7 +107,8 @@ class BucketedIndex:
 
     @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
-        """The k best keys in the n_search best buckets of each query (Q, d): scores, ids (Q, k)."""
+        """plain_topk over the keys in the n_search best buckets of each query (Q, d): scores, ids
+        (Q, k)."""
         Q, device = len(queries), queries.device
         n_search = min(n_search, len(self.keys))
         if Q == 0 or k == 0 or n_search == 0:
