@@ -95,18 +95,16 @@ class BatchTOME(nn.Module):
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
-    def forward(self, batch, memory="batch"):
+    def forward(self, batch, own_values=False):
         """(H0, H without a memory, H with one), (B, T, hidden) each, and what was retrieved.
 
-        memory: "batch", the linked mentions that are not masked, encoded in the masked text by the
-        pass without a memory (the public code keeps masked mentions; the paper does not say);
-        "own", OwnValues; None, no memory."""
+        The memory contains the linked mentions that are not masked, encoded in the masked text by
+        the pass without a memory (the public code keeps masked mentions; the paper does not say).
+        If own_values, OwnValues take its place."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)
         first, _ = tome.forward_blocks(H0, mask)
-        if memory is None:
-            return H0, first, first, None
-        if memory == "own":
+        if own_values:
             with torch.no_grad():
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
@@ -195,9 +193,8 @@ def retrieve_answer(tome, H, batch, memory, asked):
 # ==== Set apart: initial weights ==================================================================
 # A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
 # toy and mini train BATCH-TOME in three parts; preset base, with a million steps, has only part 3.
-# 1. Before retrieval: MLM and coreference train [E_start] and [E_end] to encode their mention. Toy
-#    adds reading practice: each mention gets its own value, so that the layers above learn to read
-#    values (memory.OwnValues).
+# 1. Before retrieval: MLM and coreference train [E_start] and [E_end] to encode their mention. Each
+#    mention gets its own value, so that the layers above learn to read values (memory.OwnValues).
 # 2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
 # 3. Memory on: each mention attends to the other passages of the batch, as in the paper.
 
@@ -212,25 +209,23 @@ def start_positions(model):
     position.copy_(waves * model.config.init_std * 2 ** 0.5)    # mean of sin^2 and cos^2: 1/2
 
 @torch.no_grad()
-def fit_retrieval(model, batches, by_entity=False, self_score=20.0):
+def fit_retrieval(model, batches, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
-    in the unmasked text or, if by_entity, to the mean key of its entity, which needs labels.
-    self_score: the mean score of a query with its target, and an upper bound on the mean score of a
-    key with itself. e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e]
-    are similar.)"""
-    of_queries, of_answers, of_keys, entity = linked_spans(model, batches)
+    in the unmasked text, so no labels are used. self_score: the mean score of a query with its
+    target, and an upper bound on the mean score of a key with itself. e^20 outweighs thousands of
+    e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    of_queries, of_answers, of_keys = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
     keys = fit_keys(model.key.linear, of_keys, self_score)                      # (m, d_K)
-    target = mean_of_group(keys, entity) if by_entity else keys
     query = model.tome.blocks[0].memory_attention.query         # BATCH-TOME's only memory layer
-    fit_linear(query.linear, of_queries, target, self_score)
-    fit_linear(model.tome.entity_query.linear, of_answers, target, self_score)
+    fit_linear(query.linear, of_queries, keys, self_score)
+    fit_linear(model.tome.entity_query.linear, of_answers, keys, self_score)
 
 def linked_spans(model, batches):
     """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 and H of the
-    masked text (for queries and z) and H of the unmasked text (for keys). entity (m,) is last."""
+    masked text (for queries and z) and H of the unmasked text (for keys)."""
     rows = []
     for batch in batches:
         H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
@@ -238,8 +233,8 @@ def linked_spans(model, batches):
         whole, _ = model.tome(batch.unmasked, batch.attention_mask)
         linked = batch.entity > 0
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
-        spans = [torch.cat([x[row, start], x[row, end]], 1).cpu() for x in (H0, H, whole)]
-        rows.append((*(x.double() for x in spans), batch.entity[linked].cpu()))
+        spans = (torch.cat([x[row, start], x[row, end]], 1) for x in (H0, H, whole))
+        rows.append([x.cpu().double() for x in spans])
     return map(torch.cat, zip(*rows))
 
 def fit_keys(layer, X, self_score):
@@ -256,12 +251,6 @@ def fit_keys(layer, X, self_score):
     layer.weight.copy_(W)
     layer.bias.copy_(-W @ mean)
     return (X - mean) @ W.T
-
-def mean_of_group(x, group):
-    """x (m, d), group (m,) -> (m, d): for each row the mean of all rows in its group."""
-    _, which, count = group.unique(return_inverse=True, return_counts=True)
-    total = x.new_zeros(len(count), x.shape[1]).index_add(0, which, x)
-    return (total / count[:, None])[which]
 
 def fit_linear(layer, X, target, score):
     """Sets `layer` by ridge regression from X (m, 2 hidden) to `target` (m, d_K), whose mean is 0,

@@ -83,11 +83,9 @@ class Settings:
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
     # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome with the memory off; then "
-                                 "fit_retrieval")
-    own_values: int = setting(0, (0, 1), "1: before fit_retrieval, mentions get their own values")
+    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome in which mentions get "
+                                 "their own values; then fit_retrieval, and the memory is on")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
-    fit_by_entity: int = setting(0, (0, 1), "1: fit_retrieval uses entity labels")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
                                  "so that it cannot be copied")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
@@ -227,11 +225,8 @@ class BatchTOMEStage:
 
         Before the fit, coreference is applied to H without a memory and to H0, since keys and
         queries are made from them. A masked mention thus encodes its entity in H0."""
-        model, memory = self.model, "batch"
-        before_fit = step < self.fit_step
-        if before_fit:
-            memory = "own" if self.run.settings.own_values else None
-        H0, alone, H, _ = model(batch, memory)
+        model, before_fit = self.model, step < self.fit_step
+        H0, alone, H, _ = model(batch, own_values=before_fit)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
         outputs = [H0, alone] if before_fit else [H]
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
@@ -252,7 +247,7 @@ class BatchTOMEStage:
         batches = [data.mask_batch(data.corpus_batch(run.corpus, part), run.corpus, rng,
                                    mention_rate=0.5, token_rate=0.1).to(run.device)
                    for part in parts]
-        fit_retrieval(self.model.eval(), batches, bool(run.settings.fit_by_entity))
+        fit_retrieval(self.model.eval(), batches)
         ann.copy_from_first(self.model.parameters())        # rounding may differ between processes
         say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
         self.model.train()
@@ -925,7 +920,7 @@ PRESETS = {
         hidden=128, n_heads=8, intermediate=512, max_positions=256, n_initial=3, n_upper=2,
         key_dim=128, value_dim=256, coref_dim=64, dropout=0.0, k=256, k_shard=256, k_answer=256,
         k_answer_shard=256, k_finetune=256, cluster=64, mention_rate=0.5, all_of_entity=1,
-        token_rate=0.07, coref_weight=0.5, memory_from=0.95, fit_by_entity=1, memory_fraction=1.0,
+        token_rate=0.07, coref_weight=0.5, memory_from=0.95, memory_fraction=1.0,
         memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
         teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
         eval_mentions=100, schedule={
@@ -936,7 +931,7 @@ PRESETS = {
         k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
         memory_dtype="float32", beta2=0.98,
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.63, own_values=1, fit_passages=768, lower_lr_scale=0.1,
+        init_std=0.05, memory_from=0.63, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
             "batch-tome": Schedule(1800, 2.5e-3, 100, 64), "tome": Schedule(400, 1e-3, 50, 64),
             "claims": Schedule(1200, 1e-3, 50, 64), "claims-2": Schedule(2400, 1e-3, 50, 64),

@@ -66,7 +66,7 @@ RUNS = {
     "tome-1": ("", None),
     "no-coreference": ("--coref-weight 0", None),
     "last-layer": ("--entity-weight 0", None),
-    "labelled-fit": ("--fit-by-entity 1", None),
+    "labelled-fit": ("", None),
     "no-entity-prediction": ("--entity-weight 0", "tome-1"),
     "linking": ("--linking-weight 0.3", "tome-1"),
     "mlm-alone": ("--entity-weight 0", "no-coreference"),
@@ -84,6 +84,23 @@ def without_H0(*args):
 train.BatchTOME.forward = without_H0
 sys.exit(train.main())
 """
+
+# train.py, with fit_retrieval's queries fitted to the mean key of their entity.
+LABELLED_FIT = """
+import sys, tome, train
+spans, fit_keys, entities = tome.linked_spans, tome.fit_keys, []
+def with_entities(model, batches):
+    entities[:] = [e for batch in batches for e in batch.entity.tolist() if e]
+    return spans(model, batches)
+def mean_keys(*args):
+    keys, which = fit_keys(*args), tome.torch.tensor(entities).unique(return_inverse=True)[1]
+    mean = keys.new_zeros(int(which.max()) + 1, keys.shape[1]).index_reduce_(
+        0, which, keys, "mean", include_self=False)
+    return mean[which]
+tome.linked_spans, tome.fit_keys = with_entities, mean_keys
+sys.exit(train.main())
+"""
+SCRIPTS = {"last-layer": LAST_LAYER, "labelled-fit": LABELLED_FIT}
 
 def blocks(name):
     return ["--blocks", "2"] if name == "tome-2" else []
@@ -120,8 +137,8 @@ def pretrained(out, name, seed):
         pretrained(out, "no-memory", seed)
     start = ["--from", pretrained(out, base, seed)] if base else ["--seed", seed]
     flags = [flag.format(out=out, seed=seed) for flag in flags.split()]
-    script = LAST_LAYER if name == "last-layer" else "train.py"
-    return train(out / f"{name}-{seed}", "--stage", "tome", *start, *flags, script=script)
+    return train(out / f"{name}-{seed}", "--stage", "tome", *start, *flags,
+                 script=SCRIPTS.get(name, "train.py"))
 
 @once
 def finetuned(out, name, seed, task, hops):

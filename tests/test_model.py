@@ -83,14 +83,13 @@ def test_a_passages_output_does_not_depend_on_longer_passages_in_the_batch():
         assert not together[row, n:].any()
 
 
-@pytest.mark.parametrize("by_entity", [False, True])
 @torch.no_grad()
-def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_or_their_entitys_mean_key(by_entity):
+def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_keys():
     torch.manual_seed(5)
     model = BatchTOME(TOME(replace(TINY, max_positions=40)))
     tome, batches = model.tome, [read_batch(seed) for seed in range(40)]
-    fit_retrieval(model, batches, by_entity, self_score=20.0)
-    spans, entities = {"key": [], "query": [], "answer": []}, []
+    fit_retrieval(model, batches, self_score=20.0)
+    spans = {"key": [], "query": [], "answer": []}
     for batch in batches:
         mask, columns = batch.attention_mask, (batch.row, batch.start, batch.end, batch.entity)
         H0 = tome.initial(tome.embeddings(batch.tokens), mask)
@@ -99,23 +98,18 @@ def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_or_their_enti
             H["answer"], H["key"] = block.transformer(H["answer"], mask), block.transformer(H["key"], mask)
         for r, s, e, entity in zip(*(column.tolist() for column in columns)):
             if entity:
-                entities.append(entity)
                 for name in spans:
                     spans[name].append(torch.cat([H[name][r, s], H[name][r, e]]))
     spans = {name: torch.stack(rows) for name, rows in spans.items()}
     keys = model.key.linear(spans["key"]).double().numpy()
     np.testing.assert_allclose(np.cov(keys.T, bias=True), 20 / 4 * np.eye(4), atol=0.05)
-    wanted = keys
-    if by_entity:
-        wanted = np.stack([np.mean([key for key, other in zip(keys, entities) if other == entity], axis=0)
-                           for entity in entities])
     for name, layer in (("query", tome.blocks[0].memory_attention.query), ("answer", tome.entity_query)):
         X = spans[name].double().numpy()
         X = X - X.mean(0)
         ridge = np.sqrt(0.1 * np.mean(np.sum(X ** 2, axis=0))) * np.eye(X.shape[1])
-        W = np.linalg.lstsq(np.vstack([X, ridge]), np.vstack([wanted, np.zeros((X.shape[1], 4))]), rcond=None)[0]
+        W = np.linalg.lstsq(np.vstack([X, ridge]), np.vstack([keys, np.zeros((X.shape[1], 4))]), rcond=None)[0]
         expected = X @ W
-        expected *= 20 / (expected * wanted).sum(1).mean()
+        expected *= 20 / (expected * keys).sum(1).mean()
         np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
 
 
@@ -123,7 +117,7 @@ def test_in_reading_practice_a_mention_gets_its_own_value_from_the_unmasked_text
     torch.manual_seed(3)
     model = BatchTOME(TOME(replace(TINY, n_blocks=1, max_positions=40))).eval()
     batch = read_batch(0)
-    _, _, H, (found,) = model(batch, "own")
+    _, _, H, (found,) = model(batch, own_values=True)
     unmasked, _ = model.tome(batch.unmasked, batch.attention_mask)
     spans = batch.row, batch.start, batch.end
     torch.testing.assert_close(found.value, model.value(unmasked.detach(), *spans))
