@@ -105,49 +105,10 @@ class BucketedIndex:
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
         self.largest = max(sizes, default=0)
 
-    @torch.no_grad()
     def search(self, queries, k, n_search, query_passage=None):
         """plain_topk over the keys in the n_search best buckets of each query (Q, d): scores, ids
-        (Q, k)."""
-        Q, device = len(queries), queries.device
-        n_search = min(n_search, len(self.keys))
-        if Q == 0 or k == 0 or n_search == 0:
-            return plain_topk(queries, queries[:0], k)           # k empty places per query
-        probed = dot(queries, self.centroids).topk(n_search).indices.flatten()
-        # One row of scores per query: the keys of its first bucket, of its second, …, then -inf.
-        count = self.count[probed].view(Q, n_search)
-        width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
-        scores = torch.full((Q * width,), -torch.inf, device=device)
-        begin = torch.arange(0, Q * width, width, device=device)[:, None]
-        begin = (begin + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
-        buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
-        if 4 * Q < len(buckets):        # query by query, with the keys of its buckets side by side
-            rows = zip(probed.view(Q, -1).tolist(), queries.float(), scores.view(Q, width))
-            for own, query, row in rows:
-                keys = torch.cat([self.keys[b] for b in own], 1).float()
-                torch.mv(keys.T, query, out=row[:keys.shape[1]])
-        else:       # bucket by bucket, so that its keys are read once for all of its queries
-            order = probed.argsort(stable=True)
-            places = begin[order, None].split(n_asking)
-            asking = queries[order // n_search].float().split(n_asking)
-            number = torch.arange(max(self.keys[b].shape[1] for b in buckets), device=device)
-            for b, askers, place in zip(buckets, asking, places):
-                keys = self.keys[b].float()
-                scores[place + number[:keys.shape[1]]] = askers @ keys
-        n = k + self.largest            # leaves k after the query's own passage is excluded below
-        blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
-        maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
-        bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)
-        (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
-        # Map each place in `scores` back to its bucket, and the place in the bucket to a key.
-        place = query * width + j * maxima.shape[1] + block     # (F,)
-        pair = torch.searchsorted(begin, place, right=True) - 1
-        id = self.id[self.start[probed[pair]] + place - begin[pair]]
-        if query_passage is not None:
-            own = (query_passage[query] == self.passage[id]) & (query_passage[query] >= 0)
-            score = score.masked_fill(own, -torch.inf)
-        order = id.argsort()
-        return merge([(query[order], id[order], score[order])], Q, k)
+        (Q, k). The computation is set apart."""
+        return search_buckets(self, queries, k, n_search, query_passage)
 
 # ---- several processes
 
@@ -264,11 +225,11 @@ def fetch(ids, tables):
         rows[found] = exchange(table[local], asked_of_us, asked_by_us)[inverse]
     return filled
 
-# ==== Set apart: fast exact search ================================================================
-# Scores are computed tile by tile (app. C.1.1). A GPU then takes the k best of each tile. On a CPU
-# that would take longer than computing the scores. So a CPU divides the scores into blocks, takes
-# the maximum of each, and looks only into the few blocks whose maximum is above a bar, a score that
-# about k keys reach.
+# ==== Set apart: fast search ======================================================================
+# Exact search computes scores tile by tile (app. C.1.1). A GPU then takes the k best of each tile.
+# On a CPU that would take longer than computing the scores. So a CPU divides the scores into
+# blocks, takes the maximum of each, and looks only into the few blocks whose maximum is above a
+# bar, a score that about k keys reach.
 
 BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
 CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
@@ -298,7 +259,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     """The k best of each query among its scores above the bar. A safe bar is at most the k-th best
     score so far. A guess assumes that the keys are in random order: if half of the keys have been
     read, about k / 2 of the k best are among them. The bar is set by the first tile. It is raised
-    when too many scores were above it, and a guess also once after some more tiles."""
+    when too many scores are above it; a guessed bar is also raised once after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
     # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc reuses nothing larger.
     first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
@@ -393,3 +354,49 @@ def merge(found, Q, k):
     chosen = order[(count.cumsum(0) - count + nth).clamp(max=len(order) - 1)]      # (Q, k)
     score = score[chosen].masked_fill(nth >= count, -torch.inf)
     return score, id[chosen].masked_fill(score == -torch.inf, -1)
+
+# ---- bucketed search
+
+@torch.no_grad()
+def search_buckets(index, queries, k, n_search, query_passage):
+    """BucketedIndex.search: the scores of each query's buckets, side by side in one row, and the
+    scores above a bar in this row."""
+    Q, device = len(queries), queries.device
+    n_search = min(n_search, len(index.keys))
+    if Q == 0 or k == 0 or n_search == 0:
+        return plain_topk(queries, queries[:0], k)           # k empty places per query
+    probed = dot(queries, index.centroids).topk(n_search).indices.flatten()
+    # One row of scores per query: the keys of its first bucket, of its second, …, then -inf.
+    count = index.count[probed].view(Q, n_search)
+    width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
+    scores = torch.full((Q * width,), -torch.inf, device=device)
+    begin = torch.arange(0, Q * width, width, device=device)[:, None]
+    begin = (begin + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
+    buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
+    if 4 * Q < len(buckets):        # few queries per bucket: query by query
+        rows = zip(probed.view(Q, -1).tolist(), queries.float(), scores.view(Q, width))
+        for own, query, row in rows:
+            keys = torch.cat([index.keys[b] for b in own], 1).float()
+            torch.mv(keys.T, query, out=row[:keys.shape[1]])
+    else:                           # bucket by bucket, so that its keys are read once
+        order = probed.argsort(stable=True)
+        places = begin[order, None].split(n_asking)
+        asking = queries[order // n_search].float().split(n_asking)
+        number = torch.arange(max(index.keys[b].shape[1] for b in buckets), device=device)
+        for b, askers, place in zip(buckets, asking, places):
+            keys = index.keys[b].float()
+            scores[place + number[:keys.shape[1]]] = askers @ keys
+    n = k + index.largest            # leaves k after the query's own passage is excluded below
+    blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
+    maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
+    bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)
+    (j, query, block), score = high_scores(blocks, maxima, bar[:, None])
+    # Map each place in `scores` back to its bucket, and the place in the bucket to a key.
+    place = query * width + j * maxima.shape[1] + block     # (F,)
+    pair = torch.searchsorted(begin, place, right=True) - 1
+    id = index.id[index.start[probed[pair]] + place - begin[pair]]
+    if query_passage is not None:
+        own = (query_passage[query] == index.passage[id]) & (query_passage[query] >= 0)
+        score = score.masked_fill(own, -torch.inf)
+    order = id.argsort()
+    return merge([(query[order], id[order], score[order])], Q, k)

@@ -94,7 +94,8 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches
 
-# A Corpus (below): P passages, M mentions; passage(p), passage_entities(p), passage_of(mentions).
+# A Corpus (below) has P passages, M mentions (of the corpus, here, not of a batch), and the methods
+# passage(p), passage_entities(p) and passage_of(mentions).
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -216,8 +217,8 @@ def eval_mentions(corpus) -> np.ndarray:
     """Numbers of the held-out mentions that the memory can fill in but their own passage cannot.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
-    the mention's own passage. Mentions of the article's title are left out: to fill one in means to
-    recognise the article, not to know a fact."""
+    the mention's own passage. Mentions of the article's title are left out: filling one in means
+    recognising the article, not knowing a fact."""
     linked = np.flatnonzero(corpus.mention_entity)
     linked = linked[~corpus.replaced[corpus.passage_of(linked)]]
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
@@ -236,8 +237,9 @@ def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
     Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
-    POOL (or 2 * size) articles, they are divided into random pools, each clustered by itself. The
-    passages of unfilled clusters, fewer than `size` per pool, are clustered again."""
+    POOL (or 2 * size) articles, they are divided into random pools, each clustered by itself. Each
+    pool has at least `size` passages, and leaves fewer than that in an unfilled cluster. These are
+    clustered again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -372,7 +374,7 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 #     the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
 #     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
-# Described facts. For half of the facts in the examples' split "train", one of the four passages
+# Described facts. For half of the facts in the examples' "train" split, one of the four passages
 #     says "Silent Garden's director is well known." instead, where "director" is a mention of Alma
 #     Verran. This teaches what such a description refers to, the first hop of the question "Where
 #     was Silent Garden's director born?", in which the description is not linked.
@@ -1628,7 +1630,7 @@ def check(path, preset="toy"):
     if not counts["mentions_to_evaluate_on"]:
         print("There is nothing to evaluate: no held-out passage names an entity that another "
               'passage also names. Mark more texts with "split": "held_out".')
-    print("Some mentions in brackets, and the entities they are linked to:")
+    print("A sample of mentions (marked by brackets), and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))

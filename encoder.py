@@ -57,8 +57,8 @@ class Config:
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. TOME-2 needs an n_upper that is even or 1 (train.py
-        checks); 1 gives each block a copy of the layer and an idle one (tome.split_into_blocks)."""
+        """Transformer layers in a TOMEBlock. With n_upper = 1 (preset toy), TOME-2 cannot halve it.
+        Each of its blocks then gets a copy of that layer, and one that at first only normalises."""
         return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
 
 class Embeddings(nn.Module):

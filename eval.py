@@ -3,15 +3,15 @@
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
-An accuracy alone says little about a memory. So, alongside the accuracy with the whole memory
+Accuracy alone says little about a memory. So, alongside the accuracy with the whole memory
 ("memory"; in train.py's output "tokens"), the report gives these controls:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values
     without_memory   the memory layers are off; the answer to a question is still retrieved
-    fact_removed     the article of the subject, which states the fact, is hidden
-    bridge_removed   the article of the entity between two facts is hidden: the director's in
-                     "Where was X's director born?"
+    fact_removed     the article about the subject, which states the fact, is hidden
+    bridge_removed   the article about the entity between two facts is hidden: the one about the
+                     director in "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
 "visible" and "masked" are the attention of visible and masked mentions to memories of their own
@@ -67,13 +67,13 @@ class Answer(NamedTuple):
     sources: list               # memories of this entity; for a claim, from the last memory layer
     mentions: list              # EncodedMentions; a question's last one is its answer, [MASK]
 
-def open_run(out, task=None, blocks=1, device=None, n_search=None, fraction=1.0):
+def open_run(out, task=None, blocks=1, device=None, n_search=0, fraction=1.0):
     """Opens a run folder, and returns the first argument of the functions below.
 
     task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
     TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU if there is one. n_search: how
-    many buckets of the memory to search, None for all. fraction: the share of the memory's passages
-    to keep. Raises data.UserError."""
+    many buckets of the memory to search, 0 for exact search. fraction: the share of the memory's
+    passages to keep. Raises data.UserError."""
     run, tome, memory = train.open_run(out, task, blocks, device, n_search)
     if run.is_baseline and (n_search or fraction < 1):
         raise data.UserError(f"{out} is a baseline: it has no mention memory")
@@ -395,10 +395,10 @@ def draw_mentions(figure, mentions):
 
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
-          "memory, none of it, and permuted values; gain: memory minus emptied. entity, bm25: "
-          "eq. 10 or BM25's vote picks the correct entity; @20: it is among the entities of eq. "
-          "10's 20 best memories, or the first 20 of BM25's vote. visible, masked: attention to "
-          "memories of their own entity.",
+          "memory, with an empty memory, and with permuted values; gain: memory minus emptied. "
+          "entity, bm25: eq. 10 or BM25's vote picks the correct entity; @20: it is among the "
+          "entities of eq. 10's 20 best memories, or the first 20 of BM25's vote. visible, masked: "
+          "attention to memories of their own entity.",
     "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
           "recall@20: a correct answer is among the 20 best memories (for BM25: passages).",
     "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}
@@ -503,7 +503,8 @@ def parse_arguments(argv):
         help="fine-tuned model to use (default: the pre-trained one; with --ask: qa)")
     add("--examples", metavar="FILE", help="examples to evaluate on (default: the toy world's)")
     add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
-    add("--n-search", type=data.at_least(1), metavar="N", help="search N buckets (default: all)")
+    add("--n-search", type=data.at_least(0), default=0, metavar="N",
+        help="search N buckets (default: 0, exact search)")
     add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is a GPU")
     add("--plot", metavar="FILE.png", help="draw training, and accuracy against memory size; with "
         "--show or --ask, what the mentions retrieve")

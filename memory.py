@@ -99,16 +99,16 @@ class MentionMemory:
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # n_search: the number of buckets that a query searches (app. C.1.2); None: exact search.
-        # The first search makes 4 sqrt(N) buckets (our choice).
-        self.n_search = self.index = None
+        # n_search: the number of buckets that a query searches (app. C.1.2); 0: exact search. The
+        # first search makes 4 sqrt(N) buckets (our choice).
+        self.n_search, self.index = 0, None
 
     def __len__(self):
         return len(self.keys)
 
     def search(self, query, k, query_passage):
         """The k best of this process's rows outside the query's passage: scores, ids."""
-        if self.n_search is None:
+        if self.n_search == 0:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         with torch.autocast(query.device.type, enabled=False):          # in float32, as in ann.dot
             if self.index is None:
@@ -119,7 +119,7 @@ class MentionMemory:
         """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
         with gradient. Each process offers its k_shard best keys, and the k best of these are kept
         (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes or rows, k_shard is raised
-        until the processes offer at least k rows together."""
+        until the processes together offer at least k rows."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1

@@ -103,18 +103,18 @@ class BatchTOME(nn.Module):
         If own_values, OwnValues take its place."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)
-        first, _ = tome.forward_blocks(H0, mask)
+        alone, _ = tome.forward_blocks(H0, mask)
         if own_values:
-            with torch.no_grad():
+            with torch.no_grad():               # saves time; self.value still gets a gradient
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
             is_masked = batch.is_target[batch.row, batch.start + 1]     # the token after [E_start]
             is_kept = (batch.entity > 0) & ~is_masked
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
-            attended = BatchMemory(self.key(first, *spans), self.value(first, *spans),
+            attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
                                    batch.entity[is_kept], batch.passage[is_kept])
-        return H0, first, *tome.forward_blocks(H0, mask, batch, attended)
+        return H0, alone, *tome.forward_blocks(H0, mask, batch, attended)
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each loss is this process's share of a mean over all processes: the sum over its own items divided
@@ -137,7 +137,7 @@ def coreference_loss(z, entity, passage):
     with the linked mentions in other passages, of all processes. Mentions of its entity are
     positives, all others negatives. Its loss is the mean, over its positives, of the cross-entropy
     of each positive against all negatives; the result is the mean over mentions with a positive.
-    (The appendix's text and the public code agree; its formula sums inside the logarithm.)"""
+    (The appendix's text and the public code agree; the appendix's formula sums inside the log.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -176,8 +176,8 @@ def predict_entity(scores, memory_entity):
 # ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
 def claim_logits(tome, H, batch):
-    """Logits (B, 3) in the order of data.CLAIM_LABELS, from the mean over a claim's mentions of the
-    MLM head's hidden layer at [E_start], to which the memory's values were added (eq. 9). The paper
+    """Logits (B, 3) in the order of data.CLAIM_LABELS, from the MLM head's hidden layer at
+    [E_start] (where eq. 9 added the memory's values), averaged over the claim's mentions. The paper
     does not describe its head; with [CLS], as in the public code, toy claims stayed at chance."""
     n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
     h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)

@@ -12,7 +12,8 @@
 
 A command first runs the earlier stages that have no result yet. Each stage continues where it
 stopped. The batch, masks and dropout of a step depend only on (seed, stage, step, process). So on a
-CPU, with as many threads, a resumed run is bit-identical to an uninterrupted one.
+CPU, with the same numbers of threads and processes, a resumed run is bit-identical to an
+uninterrupted one.
 
 Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
 mentions. `memory` is a MentionMemory, or the EntityTable of a baseline."""
@@ -68,13 +69,15 @@ class Settings:
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities that occur only in held-out text",
+                            "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
     coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "most frequent entities used in coreference")
+    coref_entities: int = setting(10**6, (1, 10**9), "number of most frequent entities used in "
+                                  "coreference")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
@@ -84,24 +87,26 @@ class Settings:
     # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
     # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome in which mentions get "
-                                 "their own values; then fit_retrieval, and the memory is on")
+                                 "their own values; then fit_retrieval runs and the memory is on")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
-                                 "so that it cannot be copied")
+                                 "so that its name cannot be copied")
     lower_lr_scale: float = setting(1.0, (0, 100), "learning-rate scale of embeddings and layers "
                                     "below the memory, in fine-tuning and with --init")
-    linking_weight: float = setting(0.0, (0, 1), "weight of the last memory layer's loss", "tome")
+    linking_weight: float = setting(0.0, (0, 1), "weight, in stage tome, of entity prediction from "
+                                    "the last memory layer's queries", "tome")
     teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of steps in which all "
                                            "mentions are given memories of their entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity after these steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning, which learns only from "
-                              "answers among them", "finetune")
+                              "answers among these memories", "finetune")
+    # The next settings change no result of the stages before fine-tuning.
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
-                                 "evaluation, for seen and unseen entities each", "finetune")
+                                 "evaluation, for seen and for unseen entities", "finetune")
     # The schedule of each stage. "qa-2", if present, replaces "qa" for TOME-2.
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
@@ -113,7 +118,7 @@ class Plan(Schedule):
     """How a stage is trained; stored in the stage's file."""
     kind: str = "batch-tome"        # or "tome", "claims", "qa"
     blocks: int = 1                 # TOME-1 or TOME-2
-    n_search: int = setting(0, (0, 10**9), "search this many of 4 sqrt(N) buckets; 0: all of them")
+    n_search: int = setting(0, (0, 10**9), "search this many of 4 sqrt(N) buckets; 0: exact search")
     start: list | None = None       # --start: [[path, checksum]], or [["scratch", 0]]
     examples: list | None = None    # --examples and its dev file: [path, checksum] each
 
@@ -148,7 +153,9 @@ def endless(order):
     return at
 
 # Random streams [seed, number, …]. 1: masks of batch-tome. 2, 3: order and masks of tome. 4, 5:
-# order of examples, clozes. 6: cloze entities. 7: fit. clusters: [seed, epoch]. sample: [seed, 1].
+# order of examples, clozes. 6: cloze entities. 7: masks of the fit. Related clusters have the seed
+# 1000 seed + epoch, their order [seed, epoch], a sample of the memory [seed, 1]. Where two of these
+# are equal, it does no harm.
 
 def epochs_of(run, number, items):
     """Epochs of these items in random order. number: the random stream."""
@@ -176,7 +183,8 @@ def training_passages(run):
     return passages
 
 def refuse_large_batch(plan, n):
-    """Raises UserError if a batch exceeds both the n items and the paper's batch of 4,096."""
+    """Raises UserError if a batch exceeds both the n items and the paper's batch of 4,096, which
+    preset base uses on small corpora, too. (Items then occur several times in a batch.)"""
     if plan.batch > max(n, 4096):
         raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
@@ -244,6 +252,7 @@ class BatchTOMEStage:
         sample = np.random.default_rng(run.seed).permutation(self.passages)
         sample = sample[:run.settings.fit_passages]
         parts = np.array_split(sample, -(-len(sample) // 32))
+        # Half of the mentions are masked, so that masked and visible ones are fitted alike.
         batches = [data.mask_batch(data.corpus_batch(run.corpus, part), run.corpus, rng,
                                    mention_rate=0.5, token_rate=0.1).to(run.device)
                    for part in parts]
@@ -291,6 +300,7 @@ class TOMEStage:
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
         the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve.
+        The two arguments differ only under teacher forcing.
         Entities as Experts always has the linking loss; TOME may (paper's code: el_im_weight)."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
@@ -380,9 +390,9 @@ def new_stage(run, plan):
 
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A). In fine-tuning and with
-    --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory.
-    These layers produce the queries. One-hop examples hardly need good queries, so mixed training
-    can damage the queries before two-hop examples, which do need them, are learned."""
+    --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory,
+    since these have already been trained. It matters most for TOME-2: one-hop examples hardly need
+    good queries, and would damage them before two-hop examples, which do need them, are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -736,6 +746,7 @@ def toy_file(run, task, hops="one_hop", split="test"):
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not run.is_toy or not path.is_file():
         raise UserError(f"{path}: no such file; give --examples a file of JSON lines (README)")
+    # Only for its errors: the checksums of these files.
     data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
     return path
 
@@ -969,9 +980,9 @@ def check_values(values):
 #   appended-0001/      corpus/ and memory/ after --append; the highest number is in use
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so a
-# command that was killed at any moment can be repeated to continue it. Each result contains the
-# checksums of the results that it was made from (made_from), and is rejected if these have changed.
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so
+# repeating a command that was killed at any moment continues it. Each result contains the checksums
+# of the results that it was made from (made_from), and is rejected if these have changed.
 
 def missing(path, stage, how="missing"):
     """The error for a missing result that a command needs."""
@@ -1142,7 +1153,7 @@ def open_memory(run, n_search=0):
     run.check_sources(folder, made_from, run.made_from("memory") | corpus)
     is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
     memory = memory if bool(is_kept.all()) else memory.select(is_kept)
-    return memory.changed(n_search=n_search or None)
+    return memory.changed(n_search=n_search)
 
 def read_run(out, blocks=1):
     """The Run of OUT/run.json, not opened. Raises UserError."""
@@ -1225,6 +1236,9 @@ def differences(before, now):
         if old_content != new_content:
             yield name, old, new
 
+def made_with(name, value):
+    return f"without {flag(name)}" if value is None else f"with {flag(name)} {value}"
+
 def run_values(saved):
     """The values of run.json that flags set."""
     return {name: saved[name] for name in ("preset", "seed", "from", "corpus", "init")} \
@@ -1242,9 +1256,9 @@ def inherit(args):
     for name, before, now in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
         if since in before_it and name != "from":
-            raise UserError(f"{flag(name)} {now}: {old.out} has {before}, and its results from "
-                            f"before --stage {args.stage} depend on it; leave the flag out, or "
-                            "start a new run without --from")
+            raise UserError(f"{flag(name)} {now}: {old.out} was made {made_with(name, before)}, "
+                            f"and its stages before {args.stage} depend on it; leave the flag out, "
+                            "or start a new run without --from")
     Run(out, saved, args.blocks)                    # only for its errors
     results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"], "memory": ["memory"],
                "tome": ["tome-1.pt", "tome-2.pt"]}
@@ -1272,9 +1286,8 @@ def settle(args):
         run = read_run(out, args.blocks)
         now = run_values(with_flags(run.saved, args))
         for name, before, now in differences(run_values(run.saved), now):
-            made = f"without {flag(name)}" if before is None else f"with {flag(name)} {before}"
-            raise UserError(f"{flag(name)} {now}: {out} was made {made}; leave the flag out, or "
-                            "choose another --out")
+            raise UserError(f"{flag(name)} {now}: {out} was made {made_with(name, before)}; leave "
+                            "the flag out, or choose another --out")
     else:
         results = [*out.glob("*.pt"), *out.glob("memory")]
         if results:
@@ -1301,8 +1314,8 @@ def stage_plan(run, kind, args=None):
     for name, before, now in differences(vars(checkpoint["plan"]), flags):
         # A stage that diverged may continue with a lower learning rate.
         if name != "lr" or now > before or checkpoint["about"]["finished"]:
-            raise UserError(f"{flag(name)} {now}: {path} was made with {before}; leave the flag "
-                            f"out, remove {path} to train again, or choose another --out")
+            raise UserError(f"{flag(name)} {now}: {path} was made {made_with(name, before)}; leave "
+                            f"the flag out, remove {path} to train again, or choose another --out")
     return replace(checkpoint["plan"], **flags)
 
 def stage_flags(run, args):
