@@ -94,16 +94,17 @@ class BucketedIndex:
         self.centroids = F.normalize(kmeans(sample, sample[:n_clusters], 20)[0])     # (C, d)
         # Since all centroids have the same length, the nearest has the largest dot product.
         bucket = nearest(keys, self.centroids)[1]
-        # If many keys are equal, so are some centroids. Only the first gets keys; drop the rest.
+        # If many keys are equal, so are some normalised centroids. Only the first of them gets
+        # keys; drop the rest.
         used, bucket = bucket.unique(return_inverse=True)
         self.centroids, self.count = self.centroids[used], torch.bincount(bucket)  # (C, d), (C,)
         self.start = self.count.cumsum(0) - self.count
         self.id = bucket.argsort(stable=True)                   # (N,) bucket by bucket
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        # The size of the largest passage bounds how many of the keys found are the query's own.
+        # A search finds this many keys more than k, so that k are left without the query's passage.
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
-        self.largest = max(sizes, default=0)
+        self.largest_passage = max(sizes, default=0)
 
     def search(self, queries, k, n_search, query_passage=None):
         """plain_topk over the keys in the n_search best buckets of each query (Q, d): scores, ids
@@ -332,7 +333,7 @@ def just_below(maxima, n, dim):
 
 def high_scores(blocks, maxima, bar):
     """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
-    positions, three tensors (F,), and the scores (F,). Skips blocks with maxima up to the bar."""
+    positions, three tensors (F,), and the scores (F,). Skips blocks with no score above it."""
     block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
     a, b = block // maxima.shape[1], block % maxima.shape[1]
     # The scores of the found blocks; index_select is faster.
@@ -359,8 +360,8 @@ def merge(found, Q, k):
 
 @torch.no_grad()
 def search_buckets(index, queries, k, n_search, query_passage):
-    """BucketedIndex.search: the scores of each query's buckets, side by side in one row, and the
-    scores above a bar in this row."""
+    """BucketedIndex.search. Puts the scores of each query's buckets side by side in one row, and
+    finds the scores in this row that are above a bar."""
     Q, device = len(queries), queries.device
     n_search = min(n_search, len(index.keys))
     if Q == 0 or k == 0 or n_search == 0:
@@ -386,7 +387,7 @@ def search_buckets(index, queries, k, n_search, query_passage):
         for b, askers, place in zip(buckets, asking, places):
             keys = index.keys[b].float()
             scores[place + number[:keys.shape[1]]] = askers @ keys
-    n = k + index.largest            # leaves k after the query's own passage is excluded below
+    n = k + index.largest_passage
     blocks = scores.view(Q, BLOCK, -1).transpose(0, 1)
     maxima = block_maxima(blocks)                           # (Q, width / BLOCK)
     bar = just_below(maxima if maxima.shape[1] >= n else scores.view(Q, width), n, dim=1)

@@ -130,7 +130,7 @@ class Batch:
     mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the mention
                                     # [E_start] [MASK] [E_end] at the end of a question
     answer: torch.Tensor            # (M,) the entity that is asked for here: the first answer that
-                                    # is a known entity, 0 = none is; -1 = nothing is asked for
+                                    # is a known entity, 0 = no answer is; -1 = nothing is asked for
 
     def to(self, device) -> "Batch":
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
@@ -697,7 +697,7 @@ def open_bytes(path):
     return open(path, "rb")
 
 def open_text(path, errors="strict") -> Iterator[str]:
-    """The lines of a UTF-8 file, plain or gzipped whatever its name, without a byte-order mark.
+    """The lines of a UTF-8 file, plain or gzipped (whatever its name). Removes a byte-order mark.
     Raises UserError if it is truncated or, unless errors="surrogateescape", not UTF-8."""
     with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
@@ -794,8 +794,8 @@ WORDS = pre_tokenizers.Split(
 ALIKE = str.maketrans("_‘’ʻʼ′＇‐‑‒–−－“”„", " ''''''------\"\"\"")
 
 def split_words(text) -> tuple:
-    """(words, spans): the words of a text in a form that ignores case, Unicode's composed and
-    decomposed forms and soft hyphens; their (start, end) in the text."""
+    """(words, spans): the words of a text, normalised so that case, soft hyphens, and composed or
+    decomposed Unicode make no difference; their (start, end) in the text."""
     pieces = WORDS.pre_tokenize_str(text.translate(ALIKE))
     words = [unicodedata.normalize("NFC", word).lower().replace("\xad", "") for word, _ in pieces]
     return words, [span for _, span in pieces]
@@ -806,7 +806,7 @@ def without_bracket(name) -> str:
 
 def name_index(names) -> dict:
     """First word -> number of words, largest first -> words -> name, for find_mentions. Names are
-    indexed without their bracket. If this makes names equal, one without a bracket is used."""
+    indexed without a final "(…)". If this makes names equal, one that has none is used."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
         words = tuple(split_words(without_bracket(name))[0])
@@ -1394,7 +1394,7 @@ def wiki(path, out, workers=1) -> Counter:
                 while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
                     yield from pool.map(read_article, batch)
         except BrokenExecutor:
-            raise UserError("a worker was killed; if memory is short, give fewer --workers")
+            raise UserError("a worker was killed; if memory is short, use fewer --workers")
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
@@ -1454,9 +1454,9 @@ PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links an entity only once.
 
-    The page's own title is linked everywhere. The text and the target of a link are also linked
-    later on the page. But a part of a title, such as "Einstein", is linked only if it never occurs
-    before its link, and a name that two entities share only if one of them is the page's own."""
+    The page's own title is linked everywhere. Later occurrences of a link's text or target are also
+    linked. But a part of a title, such as "Einstein", is linked only if it never occurs before its
+    link, and a name that two entities share only if one of them is the page's own."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
@@ -1510,7 +1510,7 @@ def kilt(path, out) -> Counter:
 
 # ---------------------------------------------------------------- the published task files
 
-# A file of another task lacks the fields that are read here. Gold evidence is not used (§4.3).
+# Files of other tasks lack the fields that are read here. Gold evidence is not used (§4.3).
 SAME = {label: label for label in CLAIM_LABELS}
 CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
                "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
@@ -1568,10 +1568,10 @@ def answer_key(name):
     return " ".join(words[1:] if has_article else words) or name.strip()
 
 def answer_entities(corpus) -> tuple:
-    """({answer_key: entity}, the keys that match a title only without its bracket).
+    """({answer_key: entity}, the keys that match a title only without its final "(…)").
 
     A key refers to an entity whose title matches it, otherwise to one whose title matches without
-    its bracket, otherwise to one with a matching mention; among several, to the most frequent."""
+    it, otherwise to one with a matching mention; among several, to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter()
@@ -1606,8 +1606,8 @@ def task(name, paths, out, corpus=None):
     n_answered = sum(bool(e.get("label") or e.get("answers")) for e in examples)
     print(f"{len(examples):,} examples, {n_answered:,} with a label or an answer that is an entity")
     if n_bracket:
-        print(f"{n_bracket:,} examples have an answer that matches a title only without its bracket"
-              ', as "Colima" matches "Colima (volcano)"')
+        print(f"{n_bracket:,} examples have an answer that matches a title only without its final "
+              '"(…)", as "Colima" matches "Colima (volcano)"')
     write_lines(out, examples)
 
 # ---------------------------------------------------------------- command line

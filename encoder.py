@@ -53,13 +53,15 @@ class Config:
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of the EntityTable, which eq. 10 searches in both baselines
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
-                             "type of matrix products; float32 is used where bfloat16 is slow")
+                             "data type of matrix products; float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. With n_upper = 1 (preset toy), TOME-2 cannot halve it.
-        Each of its blocks then gets a copy of that layer, and one that at first only normalises."""
-        return self.n_upper // self.n_blocks if self.n_upper > 1 else self.n_blocks
+        """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided:
+        each block of TOME-2 gets a copy of it, then a layer that at first only normalises."""
+        if self.n_upper == 1:
+            return 1 if self.n_blocks == 1 else 2
+        return self.n_upper // self.n_blocks
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""

@@ -8,7 +8,8 @@ Accuracy alone says little about a memory. So, alongside the accuracy with the w
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values
-    without_memory   the memory layers are off; the answer to a question is still retrieved
+    without_memory   the memory layers are skipped, even their LayerNorm; eq. 10 still retrieves the
+                     answer to a question
     fact_removed     the article about the subject, which states the fact, is hidden
     bridge_removed   the article about the entity between two facts is hidden: the one about the
                      director in "Where was X's director born?"
@@ -96,7 +97,7 @@ def ask(opened, text):
         sources = sorted(sources, key=lambda source: -source.weight)[:3]
         return Answer(data.CLAIM_LABELS[label], probability.item(), sources, mentions)
     found = retrieve(opened, mentions[-1].encoding)
-    entity = predict_entity(found.scores, found.entity)
+    entity = predict_entity(found.scores, found.entity).item()
     probability = attention_weights(found.scores)[found.entity == entity].sum().item()
     name = run.corpus.entity_names[entity] or "nothing"
     return Answer(name, probability, sources_of(opened, found, 0, entity=entity), mentions)
@@ -119,7 +120,8 @@ def example_of(run, text):
         if bracketed.isdisjoint(range(mention.start, mention.end)):
             mentions.append(mention)
     if not mentions:
-        raise data.UserError(f"no mention in {text!r}: name an entity, or put it in [brackets]")
+        raise data.UserError(f"no mention in {text!r}: name a known entity, or put a description "
+                             "in [brackets]")
     return data.Example(plain, sorted(mentions, key=lambda m: m.start), None, [], {})
 
 @lru_cache(maxsize=1)
@@ -139,7 +141,7 @@ def text_batch(opened, text):
 @torch.no_grad()
 def forward(opened, batch, words):
     """(H, EncodedMentions): TOME over a Batch of one text. words: {number of a mention: its words}
-    for the mentions to return."""
+    for the mentions to return (--show N returns only the masked one)."""
     tome = opened.tome.eval()
     H, retrieved = tome(batch.tokens, batch.attention_mask, batch, opened.memory)
     z = tome.entity_query(H, batch.row, batch.start, batch.end)                           # (M, d_K)
@@ -351,7 +353,7 @@ def draw_run(figure, opened, blocks):
 
 def draw_training(axis, run, blocks):
     """Plots the fraction of masked tokens predicted correctly, and the attention of masked mentions
-    on memories of their entity, over the steps in log.jsonl."""
+    to memories of their entity, over the steps in log.jsonl."""
     records, steps, points, end = [], [], [], 0
     for line in (run.out / "log.jsonl").read_text("utf-8").splitlines():
         with suppress(ValueError):                  # a crash may have cut a line off

@@ -78,9 +78,9 @@ class OwnValues:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
-    value per entity, not per mention. (The original's single vector for both learned less here.)
-    With --memory none, only eq. 10 uses it. For an entity that training never names, the table can
-    only learn that it is never the answer. Row 0: no entity."""
+    value per entity, not per mention. (The original uses a single vector for both, which learned
+    less here.) With --memory none, only eq. 10 uses it. For an entity that training never names,
+    the table can only learn that it is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -171,7 +171,7 @@ class MentionMemory:
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
-    mentions: a data.Batch (only row, start, end, passage). memory: an object of a class above."""
+    mentions: a data.Batch (only row, start, end, passage). memory: an object with `attend`."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard

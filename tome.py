@@ -191,12 +191,7 @@ def retrieve_answer(tome, H, batch, memory, asked):
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
 # ==== Set apart: initial weights ==================================================================
-# A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
-# toy and mini train BATCH-TOME in three parts; preset base, with a million steps, has only part 3.
-# 1. Before retrieval: MLM and coreference train [E_start] and [E_end] to encode their mention. Each
-#    mention gets its own value, so that the layers above learn to read values (memory.OwnValues).
-# 2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
-# 3. Memory on: each mention attends to the other passages of the batch, as in the paper.
+# fit_retrieval is the second of the three parts of batch-tome, see train.BatchTOMEStage.
 
 @torch.no_grad()
 def start_positions(model):

@@ -81,13 +81,14 @@ class Settings:
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
-    memory_dtype: str = setting("float16", ("float16", "float32"), "type of the memory", "memory")
+    memory_dtype: str = setting("float16", ("float16", "float32"), "type of the stored keys and "
+                                "values", "memory")
     memory_fraction: float = setting(38 / 150, (0, 1), "share used to train tome (§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
     # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
     memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome in which mentions get "
-                                 "their own values; then fit_retrieval runs and the memory is on")
+                                 "their own values; fit_retrieval and retrieval follow")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
                                  "so that its name cannot be copied")
@@ -98,7 +99,7 @@ class Settings:
     teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of steps in which all "
                                            "mentions are given memories of their entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
-                                          "memories of their entity after these steps", "tome")
+                                          "memories of their entity in the other steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning, which learns only from "
                               "answers among these memories", "finetune")
@@ -194,7 +195,15 @@ def first_memory_step(settings, steps):
     return max(1, int(steps * settings.memory_from)) if settings.memory_from else 0
 
 class BatchTOMEStage:
-    """Mention Encoder and BATCH-TOME on related passages (§2.3, app. A.1)."""
+    """Mention Encoder and BATCH-TOME on related passages (§2.3, app. A.1).
+
+    A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
+    toy and mini train in three parts. Preset base, with a million steps, has only the third.
+    1. Own values: MLM and coreference train [E_start] and [E_end] to encode their mention. Each
+       mention gets its own value, so that the layers above learn to read values
+       (memory.OwnValues).
+    2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
+    3. Retrieval: each mention attends to the other passages of the batch, as in the paper."""
     def __init__(self, run, plan):
         self.run, self.plan, corpus = run, plan, run.corpus
         self.passages = training_passages(run)
@@ -216,7 +225,7 @@ class BatchTOMEStage:
         size, seed = self.run.settings.cluster, self.run.seed
         found = data.related_clusters(self.run.corpus, size, seed * 1000 + epoch, self.passages)
         if len(found) > 1:
-            found = [c for c in found if len(c) == size]            # the last may be smaller
+            found = [c for c in found if len(c) == size]    # so all epochs are equally long
         order = np.random.default_rng([seed, epoch]).permutation(len(found))
         return np.concatenate([found[i] for i in order])
 
@@ -273,8 +282,8 @@ class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
-        if run.is_baseline:             # its plan includes the steps of batch-tome (Run.plan)
-            batch_tome = new_batch_tome(run, run.seed)
+        if run.is_baseline:     # it has no stage batch-tome, and trains here for the steps of both
+            batch_tome = new_batch_tome(run, run.seed)              # only for its initial weights
         else:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
@@ -300,8 +309,8 @@ class TOMEStage:
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
         the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve.
-        The two arguments differ only under teacher forcing.
-        Entities as Experts always has the linking loss; TOME may (paper's code: el_im_weight)."""
+        asked_entity and linked_entity differ only under teacher forcing: mentions that were given
+        memories of their entity are not asked for it."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -309,6 +318,7 @@ class TOMEStage:
         prediction = entity_prediction_loss(found.scores, found.entity, asked_entity[asked])
         weight = settings.entity_weight
         result = {"mlm": (1 - weight, mlm), "entity": (weight, prediction)}
+        # Entities as Experts always has the linking loss; TOME may (paper's code: el_im_weight).
         linking_weight = weight if self.run.is_baseline else settings.linking_weight
         if linking_weight and last is not None:
             linking = entity_prediction_loss(last.scores, last.entity, linked_entity)
@@ -391,8 +401,9 @@ def new_stage(run, plan):
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A). In fine-tuning and with
     --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory,
-    since these have already been trained. It matters most for TOME-2: one-hop examples hardly need
-    good queries, and would damage them before two-hop examples, which do need them, are learned."""
+    since these have already been trained. It matters most for TOME-2, which is fine-tuned on one-
+    and two-hop examples together: one-hop examples hardly need good queries, and would damage them
+    before two-hop examples, which do need them, are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -648,7 +659,7 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     scores = found.scores.masked_fill(is_visible.gather(1, found.entity), -torch.inf)
     is_named = predict_entity(scores, found.entity) == entity
     is_recalled = (best_entities(scores, found.entity) == entity[:, None]).any(1)
-    # Attention on memories of the mention's own entity.
+    # Attention to memories of the mention's own entity.
     last, attention = retrieved[-1], torch.zeros(len(batch.entity), device=run.device)      # (M,)
     if last is not None:
         attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
@@ -935,7 +946,7 @@ PRESETS = {
         memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
         teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
         eval_mentions=100, schedule={
-            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(1400, 8e-4, 20, 64),
+            "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(700, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": data.TEXT_PRESETS["toy"] | dict(
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
@@ -980,9 +991,10 @@ def check_values(values):
 #   appended-0001/      corpus/ and memory/ after --append; the highest number is in use
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part, so
-# repeating a command that was killed at any moment continues it. Each result contains the checksums
-# of the results that it was made from (made_from), and is rejected if these have changed.
+# A file is written under a temporary name and renamed, and a folder is built as NAME.part. So a
+# command may be killed at any moment, and repeating it continues where it stopped. Each result
+# contains the checksums of the results that it was made from (made_from), and is rejected if these
+# have changed.
 
 def missing(path, stage, how="missing"):
     """The error for a missing result that a command needs."""
@@ -1023,7 +1035,8 @@ def with_values(defaults, values):
 class Run:
     """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
     base (the folder of corpus and memory), corpus, tokenizer, entity_group, device, and the configs
-    of BATCH-TOME and of fine-tuned models. Raises UserError for settings that cannot be trained."""
+    of BATCH-TOME and of fine-tuned models. Raises UserError for settings that contradict each
+    other."""
 
     def __init__(self, out, saved, blocks=1):
         self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
@@ -1537,7 +1550,7 @@ def say(text, file=None):
 def say_figures(figures, place=""):
     """Prints one aligned line of the training log, if anything was measured: the mean losses, then
     "tokens" (percentage of masked tokens predicted correctly) and "attention" (of masked mentions
-    on memories of their entity), each seen/unseen, or in fine-tuning the accuracy on dev examples.
+    to memories of their entity), each seen/unseen, or in fine-tuning the accuracy on dev examples.
     log.jsonl has all figures."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
@@ -1611,7 +1624,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME from a file of the paper's own code"},
         "from": PATH | {"dest": "old", "help": "reuse the results of earlier stages from the run "
-                        "in PATH (no appended text); other settings may be changed"}},
+                        "in PATH (no appended text); settings that do not affect these may be "
+                        "changed"}},
     "the stage; all but --append and --replace are stored in its file when it begins": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "
