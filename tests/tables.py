@@ -78,8 +78,8 @@ RUNS = {
 LAST_LAYER = """
 import sys, train
 forward = train.BatchTOME.forward
-def without_H0(*args):
-    H0, alone, *others = forward(*args)
+def without_H0(*args, **options):
+    H0, alone, *others = forward(*args, **options)
     return alone, alone, *others
 train.BatchTOME.forward = without_H0
 sys.exit(train.main())
