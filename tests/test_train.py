@@ -195,7 +195,7 @@ def test_from_refuses_a_setting_that_an_inherited_result_depends_on(
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob("*.part"))
 
 def test_from_trains_a_stage_for_more_steps_but_the_same_folder_refuses(reference, done, tmp_path):
-    refused(run("tome", done, "--steps", 6), "--steps 6", "tome-1.pt was made with 4")
+    refused(run("tome", done, "--steps", 6), "--steps 6", "tome-1.pt was made with --steps 4")
     works("tome", tmp_path / "longer", "--from", done, "--steps", 6)
     assert about(tmp_path / "longer/tome-1.pt")["steps"] == 6
 
@@ -235,7 +235,7 @@ def test_tome_2_fine_tunes_on_examples_of_one_and_two_facts_by_default(done, mon
 
 @pytest.mark.parametrize("flag, value, before", [
     ("--steps", 5, 4), ("--batch", 5, 8), ("--lr", 0.0001, 0.001), ("--n-search", 3, 0),
-    ("--start", "scratch", None)])
+    ("--start", "scratch", "without --start")])
 def test_a_finished_stage_refuses_other_flags_and_names_its_file(done, flag, value, before):
     whole = contents(done)
     refused(run("tome", done, flag, value), f"{flag} {value}", "tome-1.pt was made with", before,
@@ -249,7 +249,7 @@ def test_a_stage_that_has_begun_continues_with_its_flags_or_a_lower_rate(before,
     assert code < 0, said
     begun = about(out / "tome-1.pt")
     assert not begun["finished"] and (begun["step"], begun["steps"], begun["lr"]) == (3, 6, 5e-4)
-    refused(run("tome", out, "--steps", 7), "--steps 7", "tome-1.pt was made with 6")
+    refused(run("tome", out, "--steps", 7), "--steps 7", "tome-1.pt was made with --steps 6")
     refused(run("tome", out, "--lr", 1e-3), "--lr 0.001", "0.0005")
     assert "tome-1 (from step 3 to 6)" in works("tome", out, "--lr", 1e-4)
     assert (about(out / "tome-1.pt")["lr"], about(out / "tome-1.pt")["batch"]) == (1e-4, 4)
