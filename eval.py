@@ -184,9 +184,10 @@ def masked_mention_figures(run, tome, memory, n=1000):
         shuffled, _ = measure(memory.shuffled(), progress="values shuffled")
         gains = np.array([item.share - other.share for item, other in zip(items, alone)])
         articles = corpus.article[corpus.passage_of(mentions)]
-        ranks = bm25_ranks(corpus, memory.passage.tolist(), [
-            Query(data.eval_batch(corpus, [m]).tokens[0].tolist(), [corpus.mention_entity[m]],
-                  [corpus.passage_of(m)]) for m in mentions])
+        queries = [Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
+                         correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
+                   for m in mentions]
+        ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)    # inf: without a vote
     figures = {"masked_mention": {}, "same_entity_mass": {}}
     for kind, found in measured.items():
         chosen, size = group == kind, {"n": found["n"]}
@@ -243,7 +244,8 @@ def figures_of(run, tome, memory, task, examples):
     if task == "qa" and not run.is_baseline:
         # 20 passages contain more mentions than TOME's 20 memories, which favours BM25 (app. B.4).
         texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
-        queries = [Query(text, answers, []) for text, answers in zip(texts, known)]
+        queries = [Query(tokens=text, correct=answers, own=[])
+                   for text, answers in zip(texts, known)]
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
         values["bm25_recall@20"] = ranks < np.inf       # linked anywhere in the 20 best passages
     truths = [set(e.answers) if task == "qa" else {e.label} for e in examples]

@@ -497,7 +497,7 @@ class Training:
             return
         about = {"format": data.FORMAT, "finished": finished, **vars(self.plan),
                  "made_from": self.run.made_from(self.plan.kind),
-                 "vocab": self.run.corpus.meta["crc32"]["vocab.txt"]}
+                 "vocab": self.run.corpus.meta["crc32"]["vocab.txt"]}       # for --start elsewhere
         if finished:
             values = {"model": self.best or weights}
         else:
@@ -668,9 +668,11 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     rows, masses = batch.row[counted].tolist(), attention[counted].tolist()
     for row, group, mass in zip(rows, groups_of(run, batch.entity[counted]), masses):
         visible[row].append((group, mass))
-    fields = (batch.is_target.sum(1), is_correct.sum(1), is_named, is_recalled, attention[masked])
-    fields = [groups_of(run, entity), *(field.tolist() for field in fields), visible]
-    return [MaskedMention(*item) for item in zip(*fields)]
+    columns = dict(n_tokens=batch.is_target.sum(1), n_correct=is_correct.sum(1), is_named=is_named,
+                   is_recalled=is_recalled, attention=attention[masked])
+    columns = {name: column.tolist() for name, column in columns.items()}
+    columns |= dict(group=groups_of(run, entity), visible=visible)
+    return [MaskedMention(**dict(zip(columns, item))) for item in zip(*columns.values())]
 
 def groups_of(run, entity):
     """The names in GROUPS of entity numbers (n,)."""
