@@ -889,7 +889,8 @@ def sync_folder(path):
         os.close(folder)
 
 def link(source, target):
-    """Links a file, or copies it where links are not possible."""
+    """Links a file, or copies it where links are not possible. Replaces `target`."""
+    Path(target).unlink(missing_ok=True)        # a killed command may have left it
     try:
         os.link(source, target)
     except OSError:

@@ -1179,6 +1179,8 @@ def read_run(out, blocks=1):
         saved = read_json(path)
         if saved["format"] != data.FORMAT:
             raise ValueError(f"it has format {saved['format']}, not {data.FORMAT}")
+        if saved["settings"].keys() != FLAGS.keys():
+            raise ValueError("settings are missing or unknown")
         for name, keys in (("corpus", {"path", "checksum"}),
                            ("init", {"path", "vocab", "weights", "trained"})):
             if saved[name] is not None and saved[name].keys() != keys:

@@ -276,6 +276,20 @@ def test_a_build_that_is_killed_leaves_no_folder_and_the_next_one_is_complete(tm
     again, _ = build(tmp_path, records, name="d", tokenizer=tokenizer)
     assert again.meta == whole.meta and not (tmp_path / "d.part").exists()
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_linked_or_copied_again_over_what_a_killed_command_left(tmp_path, monkeypatch, links):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_text("whole")
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
+    data.link(source, target)
+    data.link(source, target)
+    assert target.read_text() == "whole" and target.samefile(source) == links
+    target.unlink()
+    target.write_text("wh")
+    data.link(source, target)
+    assert target.read_text() == source.read_text() == "whole"
+
 def test_an_error_of_the_system_is_reported_in_one_sentence(tmp_path, capsys):
     for path, what in ((tmp_path / "none" / "a.json", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises((UserError, OSError)) as error:
