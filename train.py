@@ -1026,6 +1026,12 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         about = json.loads(checkpoint["about"])
         if about["format"] != data.FORMAT:
             raise ValueError(f"it has format {about['format']}, not {data.FORMAT}")
+        if about["finished"] is not True:
+            counts = [about[name] for name in ("step", "evaluated", "threads")]
+            counts += [n for _, n in about["sums"].values()]
+            numbers = [about["best_score"], *(total for total, _ in about["sums"].values())]
+            if {*map(type, counts)} != {int} or {*map(type, numbers)} != {float}:
+                raise ValueError("its progress has values of the wrong type")
         check_values({name: about[name] for name in (*STAGE_FLAGS, "warmup")})
         plan = Plan(**{f.name: about[f.name] for f in fields(Plan)})
         return {**checkpoint, "about": about, "plan": plan}
