@@ -483,7 +483,7 @@ class Training:
         log(self.run.out, {"stage": self.plan.name, "step": step,
                            "seconds": round(time.time() - self.began),
                            "lr": learning_rate(self.plan, step - 1), **losses, **measured})
-        if measured.get("score", -1.0) > progress["best_score"]:
+        if "score" in measured and measured["score"] > progress["best_score"]:
             progress["best_score"] = measured["score"]
             self.best = {name: t.cpu().clone() for name, t in self.model.state_dict().items()}
         progress.update(evaluated=step, sums={})
