@@ -1136,8 +1136,10 @@ class Run:
             source = self.out / f"{others[0]}.pt"
             if source.exists():
                 self.read_checkpoint(source)            # raises if the source is damaged
-            raise UserError(f"{path} was made with a different {others[0]}; remove {path} to have "
-                            "it rebuilt, or choose another --out")
+            is_file = others[0] == "corpus" or source.exists()
+            raise UserError(f"{path} was made with a different {others[0]}"
+                            f"{'' if is_file else ' than run.json says'}; remove {path} to have it "
+                            "rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
