@@ -326,8 +326,8 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        start = example.text[:100 * max_length]         # more than fits, even of a very long text
-        encoding = tokenizer.encode(start, add_special_tokens=False)
+        # A million characters are more than fits, unless nearly all of them are spaces.
+        encoding = tokenizer.encode(example.text[:1_000_000], add_special_tokens=False)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
         tokens, index = passages[0] if passages else ([special[CLS], special[SEP]], [])
