@@ -185,7 +185,7 @@ def training_passages(run):
 
 def refuse_large_batch(plan, n):
     """Raises UserError if a batch exceeds both the n items and the paper's batch of 4,096, which
-    preset base uses on small corpora, too. (Items then occur several times in a batch.)"""
+    preset base also uses on small corpora. (Items then occur several times in a batch.)"""
     if plan.batch > max(n, 4096):
         raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
