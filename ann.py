@@ -27,12 +27,17 @@ def dot(queries, keys):
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The definition of what the searches below find. It takes the arguments of exact_topk."""
-    scores = dot(queries, torch.as_tensor(keys))                             # (Q, N)
+    scores = allowed_scores(queries, torch.as_tensor(keys), query_passage, key_passage)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
+    return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
+
+def allowed_scores(queries, keys, query_passage, key_passage):
+    """All scores (Q, N); -inf for keys from the query's own passage."""
+    scores = dot(queries, keys)
     if query_passage is not None:
         own = (query_passage[:, None] == key_passage) & (query_passage[:, None] >= 0)
         scores = scores.masked_fill(own, -torch.inf)
-    return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
+    return scores
 
 def best_of(scores, ids, k):
     """The k best of each row (Q, n); ties keep their order. Missing places get -inf and -1."""
@@ -235,6 +240,7 @@ def fetch(ids, tables):
 BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
 CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
 GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
+FEW_SCORES = 2 ** 19        # for so few scores torch.topk is faster than blocks
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
 @torch.no_grad()
@@ -249,6 +255,11 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
         return plain_topk(queries, queries[:0], k)                  # k empty places per query
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
+    if k < N and Q * N <= FEW_SCORES:
+        # torch.topk returns ties in any order. Without ties, the k + 1 best fall strictly.
+        best = allowed_scores(queries, keys, query_passage, key_passage).topk(k + 1)
+        if best.values.isfinite().all() and (best.values.diff() < 0).all():
+            return best.values[:, :k], best.indices[:, :k]
     best = above_bar(queries, keys, k, True, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
     if len(few) > 0 and N > CPU_TILE // Q:          # the bar of a single tile is safe already
@@ -264,6 +275,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
     # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc reuses nothing larger.
     first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
+    first = N if N * Q < 2 ** 23 - BLOCK * Q else first
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
         expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
@@ -336,8 +348,9 @@ def high_scores(blocks, maxima, bar):
     positions, three tensors (F,), and the scores (F,). Skips blocks with no score above it."""
     block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
     a, b = block // maxima.shape[1], block % maxima.shape[1]
-    # The scores of the found blocks; index_select is faster.
-    found = blocks.flatten(1).index_select(1, block) if blocks.is_contiguous() else blocks[:, a, b]
+    # The scores of the found blocks; gather is faster.
+    flat = blocks.flatten(1) if blocks.is_contiguous() else None
+    found = blocks[:, a, b] if flat is None else flat.gather(1, block.expand(len(flat), -1))
     found = found.nan_to_num_(*NOT_FINITE)
     high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
     j, i = high // len(block), high % len(block)

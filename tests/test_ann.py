@@ -55,6 +55,15 @@ def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(Q, N, k):
     check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
           brute_force(queries, keys, k, query_passage, key_passage))
 
+def test_few_scores_without_ties_are_a_full_sort():
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = (torch.randn(n, 8, generator=generator) for n in (5, 300))
+    _, _, query_passage, key_passage = small_integers(5, 300)
+    for k in (20, 299, 300):
+        check(ann.exact_topk(queries, keys, k), brute_force(queries, keys, k))
+        check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
+              brute_force(queries, keys, k, query_passage, key_passage))
+
 @pytest.mark.parametrize("order", ["falling", "rising", "all equal", "all zero", "huge"])
 def test_exact_topk_survives_every_order_of_keys(order):
     queries, keys, query_passage, key_passage = small_integers(40, 20000, d=4)
