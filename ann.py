@@ -26,7 +26,8 @@ def dot(queries, keys):
         return queries.float() @ keys.float().mT
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The definition of what the searches below find. It takes the arguments of exact_topk."""
+    """The definition of what the searches below find, with the arguments of exact_topk. Training
+    uses the searches, and computes the scores of the ids that they find again, with gradient."""
     scores = allowed_scores(queries, torch.as_tensor(keys), query_passage, key_passage)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
@@ -105,15 +106,16 @@ class BucketedIndex:
         self.centroids, self.count = self.centroids[used], torch.bincount(bucket)  # (C, d), (C,)
         self.start = self.count.cumsum(0) - self.count
         self.id = bucket.argsort(stable=True)                   # (N,) bucket by bucket
+        # A list of the buckets' keys, (d, count) each.
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        # A search finds this many keys more than k, so that k are left without the query's passage.
+        # A search finds this many more than k keys, so that k remain without the own passage's.
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
         self.largest_passage = max(sizes, default=0)
 
     def search(self, queries, k, n_search, query_passage=None):
         """plain_topk over the keys in the n_search best buckets of each query (Q, d): scores, ids
-        (Q, k). The computation is set apart."""
+        (Q, k). See search_buckets, below."""
         return search_buckets(self, queries, k, n_search, query_passage)
 
 # ---- several processes
@@ -196,7 +198,8 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
     of each process. Returns scores, ids (Q, k); an id is a row of the concatenated shards. Exact if
-    k_shard = k. With k = k_shard × processes, every key offered is kept (app. C.1.4)."""
+    k_shard = k. If k = k_shard × processes, as in the paper for eq. 10, every offered key is kept
+    (app. C.1.4)."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
@@ -240,7 +243,7 @@ def fetch(ids, tables):
 BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
 CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
 GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
-FEW_SCORES = 2 ** 19        # for so few scores torch.topk is faster than blocks
+FEW_SCORES = 2 ** 19        # up to this many scores, torch.topk is faster than blocks
 NOT_FINITE = 3 * [-torch.inf]       # what NaN, inf and -inf become
 
 @torch.no_grad()
@@ -256,13 +259,13 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
     if k < N and Q * N <= FEW_SCORES:
-        # torch.topk returns ties in any order. Without ties, the k + 1 best fall strictly.
+        # torch.topk returns ties in any order. Without ties, its scores are strictly decreasing.
         best = allowed_scores(queries, keys, query_passage, key_passage).topk(k + 1)
         if best.values.isfinite().all() and (best.values.diff() < 0).all():
             return best.values[:, :k], best.indices[:, :k]
     best = above_bar(queries, keys, k, True, query_passage, key_passage)
     few = (best[1][:, -1] < 0).nonzero()[:, 0]
-    if len(few) > 0 and N > CPU_TILE // Q:          # the bar of a single tile is safe already
+    if len(few) > 0 and N > CPU_TILE // Q:          # otherwise there is one tile, whose bar is safe
         passage = None if query_passage is None else query_passage[few]
         best[0][few], best[1][few] = above_bar(queries[few], keys, k, False, passage, key_passage)
     return best
@@ -273,9 +276,9 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     read, about k / 2 of the k best are among them. The bar is set by the first tile. It is raised
     when too many scores are above it; a guessed bar is also raised once after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
-    # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc reuses nothing larger.
+    # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc returns larger blocks
+    # to the system, and getting new ones takes as long as filling them.
     first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
-    first = N if N * Q < 2 ** 23 - BLOCK * Q else first
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
         expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
@@ -348,7 +351,7 @@ def high_scores(blocks, maxima, bar):
     positions, three tensors (F,), and the scores (F,). Skips blocks with no score above it."""
     block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
     a, b = block // maxima.shape[1], block % maxima.shape[1]
-    # The scores of the found blocks; gather is faster.
+    # The scores of these blocks. gather is faster than indexing, but needs contiguous blocks.
     flat = blocks.flatten(1) if blocks.is_contiguous() else None
     found = blocks[:, a, b] if flat is None else flat.gather(1, block.expand(len(flat), -1))
     found = found.nan_to_num_(*NOT_FINITE)

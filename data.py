@@ -52,9 +52,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
     Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
     every token that it touches. Mentions in a passage never share a token, since masking one would
-    hide part of the other. Linked mentions are placed before unlinked ones, earlier before later,
-    and at the same start longer before shorter, so an outer mention comes before an inner one. A
-    mention that overlaps one already placed is dropped.
+    hide part of the other. Linked mentions are placed first. Within each kind, earlier mentions are
+    placed before later ones, and longer before shorter ones with the same start. A mention that
+    overlaps one already placed is dropped.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
@@ -130,7 +130,7 @@ class Batch:
     mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the mention
                                     # [E_start] [MASK] [E_end] at the end of a question
     answer: torch.Tensor            # (M,) the entity that is asked for here: the first answer that
-                                    # is a known entity, 0 = no answer is; -1 = nothing is asked for
+                                    # is a known entity; 0 = none is known; -1 = nothing is asked
 
     def to(self, device) -> "Batch":
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
@@ -237,9 +237,9 @@ def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
     Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
-    POOL (or 2 * size) articles, they are divided into random pools, each clustered by itself. Each
-    pool has at least `size` passages, and leaves fewer than that in an unfilled cluster. These are
-    clustered again."""
+    max(POOL, 2 * size) articles, they are divided into random pools, each clustered by itself. Each
+    pool has at least `size` passages, and leaves fewer than `size` in an unfilled cluster. The
+    passages of unfilled clusters are clustered again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -266,9 +266,9 @@ def greedy_clusters(corpus, size, seed, passages) -> list:
 
     A cluster starts from the article with the most unused passages. Articles are added until it is
     full, each time the one whose set of entities has the largest Jaccard similarity to the
-    cluster's. Ties are broken in favour of an article whose title shares a word with a title in the
-    cluster (our addition), then at random. Without this rule, names in a batch rarely look alike,
-    and the model learns to read only one word of each."""
+    cluster's. Ties between related articles are broken in favour of one whose title shares a word
+    with a title in the cluster (our addition), then at random. Without this rule, names in a batch
+    rarely look alike, and the model learns to read only one word of each."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are renumbered at random, because argmax takes the first of equal values.
     place = np.random.default_rng(seed).permutation(len(numbers))
@@ -326,7 +326,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # A million characters are more than fits, unless nearly all of them are spaces.
+        # A million characters never fit, unless nearly all of them are spaces.
         encoding = tokenizer.encode(example.text[:1_000_000], add_special_tokens=False)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -373,12 +373,12 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 #     in a passage of one sentence. Each fact is stated in four of them (in all five, if it is the
 #     only one), each time in different words. If one of these is held out and one only describes
 #     the fact (see below), two training passages still state it.
-# Two worlds. Their names consist of the same words, but no entity is in both. One world is trained
-#     on. In the other, a fifth as large, memorised facts are no help: all of its entities are new.
+# Two worlds. Their names consist of the same words, but no entity is in both. The model is trained
+#     on one. In the other, a fifth as large, memorised facts are no help: all entities are new.
 # Described facts. For half of the facts in the examples' "train" split, one of the four passages
 #     says "Silent Garden's director is well known." instead, where "director" is a mention of Alma
-#     Verran. This teaches what such a description refers to, the first hop of the question "Where
-#     was Silent Garden's director born?", in which the description is not linked.
+#     Verran. This teaches the model to resolve such a description, which is the first hop of the
+#     question "Where was Silent Garden's director born?". Questions do not link descriptions.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
 #     facts with this relation. So an object is about as frequent in false claims as in true ones,
 #     and a claim by itself does not show whether it is true.
@@ -807,7 +807,7 @@ def without_bracket(name) -> str:
 
 def name_index(names) -> dict:
     """First word -> number of words, largest first -> words -> name, for find_mentions. Names are
-    indexed without a final "(…)". If this makes names equal, one that has none is used."""
+    indexed without a final "(…)". If names become equal, one without "(…)" is preferred."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
         words = tuple(split_words(without_bracket(name))[0])
@@ -1203,8 +1203,8 @@ class CorpusWriter:
                 self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
     def is_held_out(self, text, names) -> bool:
-        """Whether a passage with these entities is held out: it is appended, an entity is unseen,
-        or its text is held out (by its split; without one, one article in twenty is held out)."""
+        """Whether a passage with these entities is held out: if it is appended, if an entity is
+        unseen, or if its text is held out (by "split"; without it, one article in twenty is)."""
         is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
         split = text.split or ("held_out" if is_twentieth else "train")
         is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)
@@ -1212,12 +1212,14 @@ class CorpusWriter:
 
 # ---------------------------------------------------------------- Wikipedia
 
+# wiki, and below kilt, task, check and toy, are commands. Their docstrings are also their help.
+#
 # mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
 # \x03", and a template that is not in PRINTED becomes "\x04". XML cannot contain these characters,
 # so the text can be tidied around them. Then links become mentions. A line with unclosed markup is
 # dropped. Only English Wikipedia's sections, templates and namespaces are known.
 #
-# Markup left open takes the parser quadratic time, so sections beyond these limits are left out.
+# The parser takes quadratic time on unclosed markup, so sections beyond these limits are left out.
 MAX_SECTION, MAX_UNCLOSED = 50_000, 100
 OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|"
                            r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
@@ -1512,7 +1514,8 @@ def kilt(path, out) -> Counter:
 
 # ---------------------------------------------------------------- the published task files
 
-# Files of other tasks lack the fields that are read here. Gold evidence is not used (§4.3).
+# A file of another task lacks the fields that are read here, which is an error. Gold evidence is
+# not used (§4.3).
 SAME = {label: label for label in CLAIM_LABELS}
 CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
                "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
@@ -1572,8 +1575,9 @@ def answer_key(name):
 def answer_entities(corpus) -> tuple:
     """({answer_key: entity}, the keys that match a title only without its final "(…)").
 
-    A key refers to an entity whose title matches it, otherwise to one whose title matches without
-    it, otherwise to one with a matching mention; among several, to the most frequent."""
+    A key refers to an entity whose title matches it, otherwise to one whose title matches it
+    without a final "(…)", otherwise to one with a matching mention. Among several entities, it
+    refers to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter()
@@ -1641,7 +1645,7 @@ def toy(out, seed=0):
     """write the corpus and the examples of a made-up world"""
     os.makedirs(out, exist_ok=True)
     if os.listdir(out):
-        raise UserError(f"{out}: is not empty; give a new folder")
+        raise UserError(f"{out} is not empty; give a new folder")
     lines, examples = toy_world(seed)
     for name, records in {"corpus": lines, **examples}.items():
         write_lines(Path(out, name + ".jsonl"), records)

@@ -47,18 +47,21 @@ class Config:
     # kept. With fewer processes than in the paper (128), MentionMemory.retrieve raises k_shard.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
+    # 4096: all that the paper's 128 processes offer for eq. 10, 32 each.
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of the EntityTable, which eq. 10 searches in both baselines
+    n_entities: int = 0         # rows of memory.EntityTable, a trained table that eq. 10 searches
+                                # in both baselines; "none" only lacks the memory layers
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided:
-        each block of TOME-2 gets a copy of it, then a layer that at first only normalises."""
+        each block of TOME-2 gets a copy of it, then a layer that at first only normalises (with the
+        copy alone, claims about two facts were learned less well)."""
         if self.n_upper == 1:
             return 1 if self.n_blocks == 1 else 2
         return self.n_upper // self.n_blocks
@@ -99,7 +102,7 @@ class SelfAttention(nn.Module):
         return self.out(packing.pack(y.transpose(1, 2).flatten(2)))
 
 class TransformerLayer(nn.Module):
-    """One layer of BERT. x (n, hidden) -> (n, hidden), for the n tokens of a batch."""
+    """One layer of BERT. x (n, hidden) -> (n, hidden), for the n rows of a Packing."""
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -131,9 +134,9 @@ class Packing:
     """Leaves padding out of the computation: (B, T, C) <-> (n, C).
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows, one per token. (With x.flatten(0, 1) and its inverse the results would be the same, but
-    the padding, often a third of a batch, would be computed too.) Some padding is kept to make n a
-    multiple of 128, since oneDNN compiles code for each new n."""
+    rows: one per token, and a little padding to make n a multiple of 128, since oneDNN compiles
+    code for each new n. (With x.flatten(0, 1) and its inverse the results would be the same, but
+    all padding, often a third of a batch, would be computed too.)"""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
@@ -197,7 +200,7 @@ def low_precision(config, device):
     return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 # ==== Set apart: published weights ================================================================
-# Weights are published as a BERT's folder, or as a file from the paper's own code (JAX, flax).
+# Published weights come as a BERT folder or as a file from the paper's own code (JAX, flax).
 # read_bert and read_flax translate the names of layers and blocks; read_weights translates the
 # names of the modules in them. Unusable weights raise ValueError, missing weights KeyError.
 
@@ -245,7 +248,7 @@ def beside(path, name):
     return next(filter(Path.is_file, files), None)
 
 def weights_files(path):
-    """The files that contain the weights: one or several in a BERT's folder, or `path` itself."""
+    """The files that contain the weights: one or several in a BERT folder, or `path` itself."""
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin",
                     "pytorch_model-*-of-*.bin"):
         files = sorted(Path(path).glob(pattern))
@@ -394,10 +397,10 @@ def read_flax(file, config):
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
     # A TOME file may also contain its BATCH-TOME's memory layer, keys and values. Their names are
     # not translated, so they are not used.
-    if config.n_blocks == 1:
+    if config.n_blocks == 1:            # PLACE expects the first block under these names
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")
-    if "final_query_projector" not in tree:
+    if "final_query_projector" not in tree:         # a BATCH-TOME
         tree |= tree.pop("memory_extraction_layer")
     tensors, left = {}, list(tree.items())
     while left:

@@ -207,7 +207,7 @@ def masked_mention_figures(run, tome, memory, n=1000):
     return figures
 
 def toy_figures(run, tome, memory, task):
-    """{hops: {group: cell}} for the toy world's tests, and recall@20 over all questions."""
+    """{hops: {group: cell}} for the toy world's test examples; recall@20 over all questions."""
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
     for hops, kinds in figures.items():
         for kind, split in (("seen", "test"), ("unseen", "unseen")):

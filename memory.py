@@ -11,7 +11,8 @@
 The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before there is
 retrieval), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method
 `attend`. Only searches use the arguments k and k_shard. M mentions attend to a memory of N rows,
-and each mention retrieves K rows."""
+and each mention retrieves K rows. A row is also called a memory. With several processes, each has N
+rows of its own, and ids count over all of them. data.Batch describes the fields of a batch."""
 import copy
 import shutil
 from pathlib import Path
@@ -35,7 +36,7 @@ class Retrieved(NamedTuple):
     """What M mentions retrieve: K memories each, the best first after a search. If a search finds
     fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
     an excluded row has score -inf but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient except from GivenMemory
+    scores: torch.Tensor            # (M, K) query · key, with gradient (not if given, GivenMemory)
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -118,8 +119,8 @@ class MentionMemory:
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
         with gradient. Each process offers its k_shard best keys, and the k best of these are kept
-        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes or rows, k_shard is raised
-        until the processes together offer at least k rows."""
+        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes, k_shard is raised until
+        they together offer at least k rows, or all rows if there are fewer."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
@@ -227,11 +228,11 @@ N_GIVEN = 8                     # memories that GivenMemory gives to a mention
 class GivenMemory:
     """Teacher forcing (preset mini): a mention retrieves random memories of its own entity (N_GIVEN
     draws with replacement, minus those from its own passage). A model thus learns to read what it
-    retrieves before it retrieves well. Queries get no gradient from it.
+    retrieves before it retrieves well. Given memories pass no gradient to the queries.
 
     Before each use, set `wanted` (M,) to the entities of the mentions. A mention whose entry is 0
-    is given nothing or, if others_search is true, searches the memory. In that case `found`
-    contains what a search finds for every mention."""
+    is given nothing or, if others_search is true, searches the memory. If others_search is true,
+    `found` contains what a search finds for every mention, including those given memories."""
     def __init__(self, memory, n_entities):
         self.memory, self.values, self.others_search = memory, memory.values, False
         entity = ann.gather(memory.entity)

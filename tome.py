@@ -50,7 +50,8 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)    # z of eq. 10
+        # z of eq. 10: compared with keys, so its size is d_K and not the d_C of app. A.2's z.
+        self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
         self.entities = EntityTable(config) if config.n_entities else None  # both baselines
         self.apply(lambda module: init_weights(module, config.init_std))
@@ -100,7 +101,7 @@ class BatchTOME(nn.Module):
 
         The memory contains the linked mentions that are not masked, encoded in the masked text by
         the pass without a memory (the public code keeps masked mentions; the paper does not say).
-        If own_values, OwnValues take its place."""
+        If own_values is true, OwnValues takes the place of this memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)
         alone, _ = tome.forward_blocks(H0, mask)
@@ -118,8 +119,8 @@ class BatchTOME(nn.Module):
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each loss is this process's share of a mean over all processes: the sum over its own items divided
-# by the number of items everywhere. Added up, shares and their gradients are the loss and gradient
-# of one large batch.
+# by the number of items everywhere. Summed over processes, shares and their gradients equal the
+# loss and gradient of one large batch.
 
 def share_of_mean(losses):
     """losses (n,) of this process -> its share of the mean over all processes, 0 if it has none."""
@@ -191,7 +192,7 @@ def retrieve_answer(tome, H, batch, memory, asked):
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
 
 # ==== Set apart: initial weights ==================================================================
-# fit_retrieval is the second of the three parts of batch-tome, see train.BatchTOMEStage.
+# fit_retrieval is the second of the three parts of batch-tome (see train.BatchTOMEStage).
 
 @torch.no_grad()
 def start_positions(model):
@@ -207,9 +208,10 @@ def start_positions(model):
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
     half of the mentions are masked. A mention's query in the masked text is fitted to its own key
-    in the unmasked text, so no labels are used. self_score: the mean score of a query with its
-    target, and an upper bound on the mean score of a key with itself. e^20 outweighs thousands of
-    e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    in the unmasked text, so no labels are used. This key is never retrieved, but keys of the same
+    entity are near it, since coreference has made its mentions similar. self_score: the mean score
+    of a query with its target, and an upper bound on the mean score of a key with itself. e^20
+    outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -293,7 +295,7 @@ def part_of(state, prefix):
 # ==== Set apart: published weights ================================================================
 
 def read_published(path, config):
-    """(config, state, lacks, unused) from a BERT's folder or a file made by the paper's own code.
+    """(config, state, lacks, unused) from a BERT folder or a file made by the paper's own code.
 
     config: `config` with the published sizes (a BERT has one block). state: weights for BatchTOME.
     lacks: the parts of BatchTOME without published weights. unused: published parts and tensors

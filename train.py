@@ -83,7 +83,8 @@ class Settings:
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the stored keys and "
                                 "values", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "share used to train tome (§4.1)", "tome")
+    memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory used to train tome "
+                                     "(§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
     # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
@@ -119,7 +120,8 @@ class Plan(Schedule):
     """How a stage is trained; stored in the stage's file."""
     kind: str = "batch-tome"        # or "tome", "claims", "qa"
     blocks: int = 1                 # TOME-1 or TOME-2
-    n_search: int = setting(0, (0, 10**9), "search this many of 4 sqrt(N) buckets; 0: exact search")
+    n_search: int = setting(0, (0, 10**9), "buckets of the memory to search, of 4 sqrt(rows); 0: "
+                            "exact search")
     start: list | None = None       # --start: [[path, checksum]], or [["scratch", 0]]
     examples: list | None = None    # --examples and its dev file: [path, checksum] each
 
@@ -155,8 +157,8 @@ def endless(order):
 
 # Random streams [seed, number, …]. 1: masks of batch-tome. 2, 3: order and masks of tome. 4, 5:
 # order of examples, clozes. 6: cloze entities. 7: masks of the fit. Related clusters have the seed
-# 1000 seed + epoch, their order [seed, epoch], a sample of the memory [seed, 1]. Where two of these
-# are equal, it does no harm.
+# 1000 seed + epoch, their order [seed, epoch], a sample of the memory [seed, 1]. Two streams with
+# equal seeds do no harm.
 
 def epochs_of(run, number, items):
     """Epochs of these items in random order. number: the random stream."""
@@ -255,7 +257,7 @@ class BatchTOMEStage:
 
     def fit(self, step):
         """Sets the retrieval layers in closed form, since freshly initialised ones retrieve nothing
-        useful. Prints the attention before and after."""
+        useful. Prints the figures before and after the fit."""
         run, rng = self.run, np.random.default_rng([self.run.seed, 7])
         say_figures(self.evaluate(), f"batch-tome {step}, before the fit ")
         sample = np.random.default_rng(run.seed).permutation(self.passages)
@@ -399,9 +401,9 @@ def new_stage(run, plan):
 # only. Weights that are not finite are never saved.
 
 def optimizer_for(run, model, kind):
-    """AdamW, without weight decay on layer norms and biases (app. A). In fine-tuning and with
-    --init, lower_lr_scale multiplies the learning rate of embeddings and layers below the memory,
-    since these have already been trained. It matters most for TOME-2, which is fine-tuned on one-
+    """AdamW, without weight decay on layer norms and biases (app. A). Where the losses are new to a
+    trained model (in fine-tuning, and with --init), lower_lr_scale multiplies the learning rate of
+    embeddings and layers below the memory. It matters most for TOME-2, which is fine-tuned on one-
     and two-hop examples together: one-hop examples hardly need good queries, and would damage them
     before two-hop examples, which do need them, are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
@@ -419,8 +421,9 @@ def learning_rate(plan, step):
                          (plan.steps - step) / (plan.steps - plan.warmup))
 
 class Training:
-    """A stage in training. `progress` is what a checkpoint contains besides tensors: the step, the
-    last evaluated step, sums and step counts of the losses since then, and the best dev score."""
+    """A stage in training. `progress` is the part of a checkpoint that says how far training has
+    got: the step, the last evaluated step, sums and step counts of the losses since then, and the
+    best dev score."""
     def __init__(self, run, plan, checkpoint=None):
         self.run, self.plan, self.stage = run, plan, new_stage(run, plan)
         self.model = self.stage.model.to(run.device).train()
@@ -556,7 +559,7 @@ def train_stage(run, plan, checkpoint=None):
 # TOME does not learn to use the memory of a different Mention Encoder (app. B.6).
 
 def new_batch_tome(run, seed):
-    """BATCH-TOME with random weights, or with those of run.init: a BERT's folder, or a file of the
+    """BATCH-TOME with random weights, or with those of run.init: a BERT folder, or a file of the
     paper's own code. Prints what such a file lacks."""
     torch.manual_seed(seed)
     model = BatchTOME(TOME(run.batch_tome_config))
@@ -759,7 +762,7 @@ def toy_file(run, task, hops="one_hop", split="test"):
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not run.is_toy or not path.is_file():
         raise UserError(f"{path}: no such file; give --examples a file of JSON lines (README)")
-    # Only for its errors: the checksums of these files.
+    # Called only for its errors: it verifies these files' checksums.
     data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
     return path
 
@@ -834,7 +837,7 @@ def task_examples(run, task, path):
     n_without = sum(not e.mentions for e in examples)
     if n_left_out:
         say(f"{path}: {n_left_out:,} mentions are not used: they overlap others, are beyond "
-            "max_length, or come after the first 32 of an example.", sys.stderr)
+            "--max-length, or come after the first 32 of an example.", sys.stderr)
     if n_without:
         say(f"{path}: {n_without:,} of {len(examples):,} examples have no mention.", sys.stderr)
     return examples
@@ -964,6 +967,7 @@ PRESETS = {
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
 STAGE_FLAGS = {f.name: f for f in fields(Plan) if f.metadata}       # steps, lr, batch, n_search
+# What check_values checks; a warm-up has no flag, and is checked like a number of steps.
 CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "seed of all random numbers"),
                                  "warmup": STAGE_FLAGS["steps"]}
 
@@ -995,8 +999,8 @@ def check_values(values):
 #
 # A file is written under a temporary name and renamed, and a folder is built as NAME.part. So a
 # command may be killed at any moment, and repeating it continues where it stopped. Each result
-# contains the checksums of the results that it was made from (made_from), and is rejected if these
-# have changed.
+# contains the checksums of the results that it was made from (made_from), and is rejected if one of
+# those results has changed.
 
 def missing(path, stage, how="missing"):
     """The error for a missing result that a command needs."""
@@ -1468,7 +1472,7 @@ def append(run, file, replace_articles):
         os.rename(part, folder)
         data.sync_folder(run.out)
     ann.barrier()
-    say(f"{len(new.article) - n:,} passages of {file} added to {n:,}.")
+    say(f"Added {len(new.article) - n:,} passages from {file} to the existing {n:,}.")
 
 def append_corpus(run, file, part, replace_articles, appended):
     """Makes the corpus of --append, unless a killed command left it there. Prints words that the
@@ -1636,9 +1640,9 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME from a file of the paper's own code"},
         "from": PATH | {"dest": "old", "help": "reuse the results of earlier stages from the run "
-                        "in PATH (no appended text); settings that do not affect these may be "
-                        "changed"}},
-    "the stage; all but --append and --replace are stored in its file when it begins": {
+                        "in PATH, without its appended text; settings that do not affect those "
+                        "results may be changed"}},
+    "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "
                   'it is with --steps 0) or, with "scratch", from random weights'},
@@ -1677,7 +1681,7 @@ def train(args):
     """Trains the unfinished stages up to --stage, then appends. Returns the last Plan."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
-    ann.barrier()               # the first process has made the folder of --from
+    ann.barrier()               # with --from, the first process has made the new folder
     run, plans = settle(args)
     announce(run, plans, args)
     prepare(run, args.corpus)
@@ -1702,8 +1706,8 @@ def train(args):
     return plans[-1]
 
 def report(args, plan):
-    """Runs eval.py, which imports this file, and returns its exit status. Several processes only
-    print the command, since their memory may be too large for one process."""
+    """Runs eval.py, which imports this file, and returns its exit status. With several processes,
+    only prints the command, since the memory may be too large for one process."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:

@@ -995,7 +995,7 @@ def test_the_command_writes_the_same_world_for_the_same_seed(tmp_path, toy, run)
     write(tmp_path / "file", [])
     before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     done = run("toy", "--out", tmp_path / "a")
-    assert done.returncode == 1 and "a: is not empty; give a new folder" in done.stderr
+    assert done.returncode == 1 and "a is not empty; give a new folder" in done.stderr
     assert before == {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     done = run("toy", "--out", tmp_path / "file")
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "file: File exists" in done.stderr

@@ -257,7 +257,7 @@ def test_mentions_come_from_the_file_or_from_noun_chunks_or_entity_names(run, tm
     assert found() == [[("Did", None)], [("the teacher", None), ("the tea", None)]]
     assert "spaCy's noun chunks" in capsys.readouterr().err
     loaded.settings.max_length = 8
-    assert found() and "3 mentions are not used: they overlap others, are beyond max_length" in capsys.readouterr().err
+    assert found() and "3 mentions are not used: they overlap others, are beyond --max-length" in capsys.readouterr().err
 
 def table(text):
     """{row: {column: text}} of a printed table, from all blocks before the legend."""
