@@ -960,9 +960,10 @@ PRESETS = {
         hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
         init_std=0.05, memory_from=0.63, fit_passages=768, lower_lr_scale=0.1,
         precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
-            "batch-tome": Schedule(1800, 2.5e-3, 100, 64), "tome": Schedule(400, 1e-3, 50, 64),
-            "claims": Schedule(1200, 1e-3, 50, 64), "claims-2": Schedule(2400, 1e-3, 50, 64),
-            "qa": Schedule(250, 1e-3, 25, 64), "qa-2": Schedule(800, 1e-3, 40, 64)}),
+            "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
+            "tome-2": Schedule(400, 1e-3, 50, 64), "claims": Schedule(1200, 1e-3, 50, 64),
+            "claims-2": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(250, 1e-3, 25, 64),
+            "qa-2": Schedule(800, 1e-3, 40, 64)}),
 }
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
