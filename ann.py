@@ -27,7 +27,8 @@ def dot(queries, keys):
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The definition of what the searches below find, with the arguments of exact_topk. Training
-    uses the searches, and computes the scores of the ids that they find again, with gradient."""
+    uses the searches, then recomputes the scores of the keys that they find, with gradient
+    (MentionMemory.retrieve)."""
     scores = allowed_scores(queries, torch.as_tensor(keys), query_passage, key_passage)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
@@ -109,7 +110,8 @@ class BucketedIndex:
         # A list of the buckets' keys, (d, count) each.
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        # A search finds this many more than k keys, so that k remain without the own passage's.
+        # A search finds k + largest_passage keys, so that k remain after those from the query's own
+        # passage are excluded.
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
         self.largest_passage = max(sizes, default=0)
 
@@ -224,10 +226,12 @@ def fetch(ids, tables):
             rows[~found] = 0
         return filled
     filled = [table.new_zeros(*ids.shape, *table.shape[1:]) for table in tables]
+    # Process i has the ids from first[i] on, and requests counts[i][j] rows from process j. The ids
+    # are sent to the processes that have them, which send the rows back.
     first = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
     requests, inverse = ids[found].unique(return_inverse=True)      # sorted: grouped by process
     owner = torch.searchsorted(first, requests, right=True) - 1
-    counts = gather_counts(torch.bincount(owner, minlength=size), device)    # [who asks][whom]
+    counts = gather_counts(torch.bincount(owner, minlength=size), device)
     asked_by_us, asked_of_us = counts[rank], [row[rank] for row in counts]
     local = exchange(requests, asked_by_us, asked_of_us) - first[rank]
     for rows, table in zip(filled, tables):
@@ -349,7 +353,7 @@ def just_below(maxima, n, dim):
 def high_scores(blocks, maxima, bar):
     """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
     positions, three tensors (F,), and the scores (F,). Skips blocks with no score above it."""
-    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also where it is NaN
+    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also if a maximum is NaN
     a, b = block // maxima.shape[1], block % maxima.shape[1]
     # The scores of these blocks. gather is faster than indexing, but needs contiguous blocks.
     flat = blocks.flatten(1) if blocks.is_contiguous() else None

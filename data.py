@@ -94,8 +94,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches
 
-# A Corpus (below) has P passages, M mentions (of the corpus, here, not of a batch), and the methods
-# passage(p), passage_entities(p) and passage_of(mentions).
+# A Corpus (a class in the part set apart) has P passages and M mentions (here of the corpus, not of
+# a batch). passage(p) is a Passage, whose index has its mentions' numbers in the corpus;
+# passage_entities(p) are their entities, and passage_of(mentions) their passages' numbers.
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -117,7 +118,7 @@ MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 @dataclass
 class Batch:
     """B rows of T tokens, L of them to predict, and the M mentions of all rows."""
-    tokens: torch.Tensor            # (B, T) what the model reads: masked in training
+    tokens: torch.Tensor            # (B, T) what the model reads, after any masking
     unmasked: torch.Tensor          # (B, T) the same before masking
     attention_mask: torch.Tensor    # (B, T) bool, True = token, False = padding
     is_target: torch.Tensor         # (B, T) bool, True = one of the L tokens to predict
@@ -198,7 +199,7 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
             also = np.isin(pair, pair[chosen]) & (batch.entity.numpy() > 0)
             chosen = np.union1d(chosen, np.flatnonzero(also))
         is_target |= np.isin(inside_mentions(batch), chosen)
-    # 80% of these tokens, inside mentions or not, become [MASK], 10% a random word; 10% stay.
+    # As in BERT, 80% of these tokens (also in mentions) become [MASK], 10% a random word; 10% stay.
     fate = rng.random(is_target.sum())
     other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
     read = tokens.copy()
@@ -461,9 +462,9 @@ def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world: five passages per subject, of one to three sentences.
 
     Each fact, unless it is the only one, is left out of one passage: with three facts the passages
-    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that one other
-    passage, never a held-out one, describes instead of stating. split: "train", of which 5% is then
-    held out, or "held_out"."""
+    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that one of
+    the other passages, never a held-out one, describes instead of stating. split: "train", of which
+    5% is then held out, or "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -1212,7 +1213,7 @@ class CorpusWriter:
 
 # ---------------------------------------------------------------- Wikipedia
 
-# wiki, and below kilt, task, check and toy, are commands. Their docstrings are also their help.
+# wiki is a command, as are kilt, task, check and toy further down. Their docstrings are their help.
 #
 # mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
 # \x03", and a template that is not in PRINTED becomes "\x04". XML cannot contain these characters,
@@ -1262,13 +1263,15 @@ def read_dump(path, say_language=False):
 
     kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
     namespace". A dump with a <!DOCTYPE>, which could define entities, is refused."""
-    with open_bytes(path) as raw, intact(path, "is not a whole MediaWiki dump", "give XML or bz2"):
+    what, remedy = "is not a complete MediaWiki dump", "give XML or bz2"
+    with open_bytes(path) as raw, intact(path, what, remedy):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
         head = file.peek()[:1000]
         if not re.match(rb"\W*(<\?xml[^<>]*>\s*)?<mediawiki\b", head):
             raise ValueError("it does not begin like one")
         if say_language and re.search(rb'xml:lang="(?!en")', head):
-            print(f"{path}: only English sections and templates are known", file=sys.stderr)
+            print(f"{path}: only English names of sections and templates are recognised",
+                  file=sys.stderr)
         parsed = ElementTree.iterparse(file, ["start", "end"])
         _, root = next(parsed)
         newest, text = "", ""
@@ -1460,7 +1463,7 @@ def extend_mentions(title, paragraphs) -> Iterator[tuple]:
 
     The page's own title is linked everywhere. Later occurrences of a link's text or target are also
     linked. But a part of a title, such as "Einstein", is linked only if it never occurs before its
-    link, and a name that two entities share only if one of them is the page's own."""
+    link. A name that two entities share is linked only if the page is about one of them."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
@@ -1634,8 +1637,9 @@ def check(path, preset="toy"):
     if not corpus.entity_count.any():
         print("There is nothing to train on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
-        print("There is nothing to evaluate: no held-out passage names an entity that another "
-              'passage also names. Mark more texts with "split": "held_out".')
+        print("There is nothing to evaluate: no held-out passage links an entity exactly once that "
+              "another passage also links (except the article's own title). Mark more texts with "
+              '"split": "held_out".')
     print("A sample of mentions (marked by brackets), and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"

@@ -36,7 +36,8 @@ class Config:
     dropout: float = setting(0.1, (0, 0.9), "dropout rate")
     gelu: str = setting("tanh", ("tanh", "none"), "approximation of GELU; none: exact")
     init_std: float = setting(0.02, (0, 1), "standard deviation of initial weights")
-    # TOME-1 has one TOMEBlock with n_upper layers; TOME-2 has two with half as many each.
+    # TOME-1 has one TOMEBlock with n_upper layers; TOME-2 has two with half as many each (if
+    # n_upper is 1: layers_per_block).
     n_initial: int = setting(4, (1, 100), "Transformer layers below the first memory layer")
     n_upper: int = setting(8, (1, 100), "Transformer layers above the first memory layer")
     n_blocks: int = 1
@@ -44,7 +45,7 @@ class Config:
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
     # Each process searches its own shard of the memory and offers k_shard memories. The k best are
-    # kept. With fewer processes than in the paper (128), MentionMemory.retrieve raises k_shard.
+    # kept. With fewer than k / k_shard processes, MentionMemory.retrieve raises k_shard.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     # 4096: all that the paper's 128 processes offer for eq. 10, 32 each.
@@ -53,15 +54,16 @@ class Config:
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     n_entities: int = 0         # rows of memory.EntityTable, a trained table that eq. 10 searches
-                                # in both baselines; "none" only lacks the memory layers
+                                # in both baselines; with "entities" memory layers attend to it too
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided:
-        each block of TOME-2 gets a copy of it, then a layer that at first only normalises (with the
-        copy alone, claims about two facts were learned less well)."""
+        each block of TOME-2 gets a copy of it, then a layer that at first only normalises
+        (tome.split_into_blocks). With the copy alone, it learned claims about two facts less well.
+        """
         if self.n_upper == 1:
             return 1 if self.n_blocks == 1 else 2
         return self.n_upper // self.n_blocks

@@ -63,7 +63,8 @@ class EncodedMention(NamedTuple):
 
 class Answer(NamedTuple):
     """The model's reply to a question or a claim."""
-    text: str                   # the name of an entity, or one of data.CLAIM_LABELS
+    text: str                   # one of data.CLAIM_LABELS, or the name of an entity ("nothing" if
+                                # nothing was retrieved)
     probability: float          # of this entity in eq. 10, or of the label
     sources: list               # memories of this entity; for a claim, from the last memory layer
     mentions: list              # EncodedMentions; a question's last one is its answer, [MASK]
@@ -171,10 +172,12 @@ def sources_of(opened, found, m, n=3, entity=None):
 
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of --json, for at most n held-out mentions
-    of each of train.GROUPS (null for a group without mentions): the figures of
-    train.masked_mentions and, except for a baseline, the accuracy with the memory emptied and with
-    its values shuffled, the fractions for BM25's vote, and the gain. The gain is "memory" minus
-    "emptied", averaged over mentions, with its 95% interval or nulls."""
+    of each of train.GROUPS (null for a group without mentions).
+
+    "same_entity_mass" is the attention to memories of the mention's entity. "masked_mention" has
+    the other figures of train.masked_mentions. Except for a baseline, it also has the accuracy with
+    the memory emptied and with its values shuffled, the fractions for BM25's vote, and the gain:
+    "memory" minus "emptied", averaged over mentions, with its 95% interval or nulls."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
@@ -219,10 +222,10 @@ def toy_figures(run, tome, memory, task):
     return figures
 
 def figures_of(run, tome, memory, task, examples):
-    """The cell of these examples: each figure's mean, "interval" with its 95% interval, and "n".
-    Figures: accuracies with the memory and with the controls that the examples allow, recall@20,
-    and "answer_is_entity", the fraction of questions with an answer among the corpus's entities,
-    which are the only ones that can be answered."""
+    """A dictionary of figures of these examples (a cell of the report): each figure's mean,
+    "interval" with its 95% interval, and "n". Figures: accuracies with the memory and with the
+    controls that the examples allow, recall@20, and "answer_is_entity", the fraction of questions
+    with an answer among the corpus's entities. The model can answer only these."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)
@@ -273,11 +276,11 @@ def interval(values, groups, n_draws=1000):
 # ==== Set apart: BM25 =============================================================================
 
 class Query(NamedTuple):
-    """A query for BM25. The text's own passages do not vote, and their other entities are excluded,
-    as in train.masked_mentions."""
+    """A query for BM25. Each of its 20 best passages votes for the entities that it links."""
     tokens: list
     correct: list           # entity numbers
-    own: list               # passage numbers
+    own: list               # passages that do not vote. Their entities, except the correct ones,
+                            # are excluded, as in train.masked_mentions
 
 def bm25(corpus, passages, k1=0.9, b=0.4):
     """Robertson's BM25 over these passages of the corpus. Returns a function from tokens to the
@@ -400,12 +403,14 @@ def draw_mentions(figure, mentions):
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
           "memory, with an empty memory, and with permuted values; gain: memory minus emptied. "
-          "entity, bm25: eq. 10 or BM25's vote picks the correct entity; @20: it is among the "
-          "entities of eq. 10's 20 best memories, or the first 20 of BM25's vote. visible, masked: "
-          "attention to memories of their own entity.",
-    "qa": "Questions answered correctly, with the memory and with the controls of eval.py. "
-          "recall@20: a correct answer is among the 20 best memories (for BM25: passages).",
-    "claims": "Claims judged correctly, with the memory and with the controls of eval.py."}
+          "entity, bm25: fraction of mentions whose entity eq. 10, or BM25's vote, picks; "
+          "recall@20, bm25@20: whose entity is among eq. 10's 20 best memories, or the first 20 of "
+          "the vote. visible, masked: attention to memories of their own entity.",
+    "qa": "Fraction of questions answered correctly, with the memory and with each control (listed "
+          "in eval.py). answerable: with an answer among the corpus's entities. recall@20, "
+          "bm25@20: with a correct answer among eq. 10's 20 best memories, or BM25's passages.",
+    "claims": "Fraction of claims judged correctly, with the memory and with each control (listed "
+              "in eval.py)."}
 TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",
           "answer_is_entity": "answerable"}
 
@@ -485,8 +490,8 @@ def show_masked(opened, n):
     in_turn = zip_longest(*(mentions[group == i] for i in range(len(train.GROUPS))))
     chosen = [m for pair in in_turn for m in pair if m is not None][:n]
     if not chosen:
-        raise data.UserError("--show: no held-out passage names an entity that another passage "
-                             "also names; give --show a text")
+        raise data.UserError("--show: the corpus has no held-out mention to evaluate (data.py "
+                             "check counts them); give --show a text")
     for m in chosen:
         batch = data.eval_batch(corpus, [m]).to(run.device)
         words = f"{data.MASK} ({corpus.entity_names[corpus.mention_entity[m]]})"
@@ -561,7 +566,8 @@ def run_command(args):
         train.say(f"Written: {args.plot}")
 
 def main(argv=None):
-    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
+    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C, 141 if the reader
+    has closed the output."""
     args = parse_arguments(argv)
     try:
         run_command(args)

@@ -11,8 +11,9 @@
 The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before there is
 retrieval), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method
 `attend`. Only searches use the arguments k and k_shard. M mentions attend to a memory of N rows,
-and each mention retrieves K rows. A row is also called a memory. With several processes, each has N
-rows of its own, and ids count over all of them. data.Batch describes the fields of a batch."""
+and each mention retrieves K rows. A row is also called a memory. With several processes, each holds
+N rows of a MentionMemory, and ids count over all of them. Above data.Batch there is a list of what
+a corpus and a batch contain."""
 import copy
 import shutil
 from pathlib import Path
@@ -36,7 +37,7 @@ class Retrieved(NamedTuple):
     """What M mentions retrieve: K memories each, the best first after a search. If a search finds
     fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
     an excluded row has score -inf but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient (not if given, GivenMemory)
+    scores: torch.Tensor            # (M, K) query · key, with gradient if they come from a search
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -56,8 +57,8 @@ def attend_to_all(query, memory, excluded):
     return Retrieved(scores, ids, memory.entity.expand_as(scores), alpha, alpha @ memory.values)
 
 class BatchMemory:
-    """The linked mentions of a batch as a memory (§2.3), gathered from all processes, with
-    gradients to keys and values. The passages of a batch are related (app. A.1)."""
+    """Linked mentions of a batch as a memory (§2.3), gathered from all processes (N counts all of
+    them), with gradients to keys and values. Passages of a batch are related (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)

@@ -103,14 +103,15 @@ class BatchTOME(nn.Module):
         the pass without a memory (the public code keeps masked mentions; the paper does not say).
         If own_values is true, OwnValues takes the place of this memory."""
         tome, mask = self.tome, batch.attention_mask
-        H0 = tome.forward_initial(batch.tokens, mask)
+        H0 = tome.forward_initial(batch.tokens, mask)           # the same in both passes
         alone, _ = tome.forward_blocks(H0, mask)
         if own_values:
             with torch.no_grad():               # saves time; self.value still gets a gradient
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
-            is_masked = batch.is_target[batch.row, batch.start + 1]     # the token after [E_start]
+            # Mentions are masked as a whole (data.mask_batch), so the token after [E_start] tells.
+            is_masked = batch.is_target[batch.row, batch.start + 1]
             is_kept = (batch.entity > 0) & ~is_masked
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
             attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
@@ -185,8 +186,9 @@ def claim_logits(tome, H, batch):
     total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
-def retrieve_answer(tome, H, batch, memory, asked):
-    """Retrieved (n, K) of the n mentions where `asked` (M,) is true. Their query is z of eq. 10."""
+def retrieve_entities(tome, H, batch, memory, asked):
+    """Retrieved (n, K) of the n mentions where `asked` (M,) is true. Their query is z of eq. 10. In
+    stage tome all linked mentions are asked for (§2.4), in a question the final [MASK] (§4.4)."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)

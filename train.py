@@ -49,8 +49,8 @@ from data import UserError, checksum, intact, read_json, write_file, write_json
 from encoder import Config, beside, low_precision, precision_on, setting, weights_files
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
-                  fit_retrieval, mlm_loss, part_of, predict_entity, read_published, retrieve_answer,
-                  share_of_mean, split_into_blocks, start_positions)
+                  fit_retrieval, mlm_loss, part_of, predict_entity, read_published,
+                  retrieve_entities, share_of_mean, split_into_blocks, start_positions)
 
 GROUPS = ("seen", "unseen")     # entities that training passages link, and all others (§4.5)
 
@@ -77,7 +77,7 @@ class Settings:
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
     coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
     coref_entities: int = setting(10**6, (1, 10**9), "number of most frequent entities used in "
-                                  "coreference")
+                                  "coreference (not in eq. 10)")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
@@ -86,10 +86,10 @@ class Settings:
     memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory used to train tome "
                                      "(§4.1)", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
-    # The next settings, up to cloze_weight, are not in the paper. They control batch-tome before
-    # the fit, the fit (fit_retrieval), masking, learning rates, linking, teacher forcing, clozes.
-    memory_from: float = setting(0.0, (0, 0.99), "fraction of batch-tome in which mentions get "
-                                 "their own values; fit_retrieval and retrieval follow")
+    # The next settings, up to cloze_weight, are not in the paper. They control the start of
+    # batch-tome and its fit, masking, learning rates, linking, teacher forcing, and clozes.
+    memory_from: float = setting(0.0, (0, 0.99), "initial fraction of batch-tome's steps in which "
+                                 "mentions get their own values; then fit_retrieval follows")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
                                  "so that its name cannot be copied")
@@ -109,7 +109,7 @@ class Settings:
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
                                  "evaluation, for seen and for unseen entities", "finetune")
-    # The schedule of each stage. "qa-2", if present, replaces "qa" for TOME-2.
+    # The schedule of each stage. A key such as "qa-2", if present, replaces "qa" for TOME-2.
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
@@ -289,7 +289,8 @@ class TOMEStage:
         else:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
-        start_from(run, self.model, plan)
+        start_from(run, self.model, plan)       # only with --start
+        # All of it, and the part without held-out passages. (A baseline's is in the model.)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         if not run.is_baseline:
             fraction = run.settings.memory_fraction
@@ -303,8 +304,8 @@ class TOMEStage:
         return masked_batch(self.run, self.items(step, self.plan.batch), 3, step)
 
     def losses(self, batch, step):
-        """MLM and entity prediction. A mention never retrieves from its own passage, since its
-        memory was made from the unmasked text and would give the answer away."""
+        """MLM and entity prediction. A mention never retrieves from its own passage, since that
+        passage's memories come from the unmasked text and would give the answer away."""
         H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
         return self.weighted_losses(batch, H, batch.entity, retrieved[-1], batch.entity)
 
@@ -316,7 +317,7 @@ class TOMEStage:
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
-        found = retrieve_answer(self.model, H, batch, self.training_memory, asked)
+        found = retrieve_entities(self.model, H, batch, self.training_memory, asked)
         prediction = entity_prediction_loss(found.scores, found.entity, asked_entity[asked])
         weight = settings.entity_weight
         result = {"mlm": (1 - weight, mlm), "entity": (weight, prediction)}
@@ -331,8 +332,8 @@ class TOMEStage:
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
 class FinetuneStage:
-    """TOME on claims (§4.3; FEVER's labels) or questions (§4.4; eq. 10 at an appended [MASK]);
-    app. B.1.
+    """Fine-tunes TOME (app. B.1) on claims with FEVER's labels (§4.3), or on questions, answered by
+    eq. 10 at an appended [MASK] (§4.4).
 
     Each batch of claims comes with the same number of clozes, true claims in which one entity is
     masked and has to be predicted. Labels alone do not teach which two facts a claim needs."""
@@ -373,7 +374,7 @@ class FinetuneStage:
             weight = 1.0 if self.task == "qa" else self.run.settings.cloze_weight
             asked = batch.answer > 0
             answer, last = batch.answer[asked], retrieved[-1]
-            found = retrieve_answer(self.model, H, batch, self.training_memory, asked)
+            found = retrieve_entities(self.model, H, batch, self.training_memory, asked)
             result["answer"] = (weight, entity_prediction_loss(found.scores, found.entity, answer))
             if last is not None:
                 linking = entity_prediction_loss(last.scores[asked], last.entity[asked], answer)
@@ -401,11 +402,12 @@ def new_stage(run, plan):
 # only. Weights that are not finite are never saved.
 
 def optimizer_for(run, model, kind):
-    """AdamW, without weight decay on layer norms and biases (app. A). Where the losses are new to a
-    trained model (in fine-tuning, and with --init), lower_lr_scale multiplies the learning rate of
-    embeddings and layers below the memory. It matters most for TOME-2, which is fine-tuned on one-
-    and two-hop examples together: one-hop examples hardly need good queries, and would damage them
-    before two-hop examples, which do need them, are learned."""
+    """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning B.1 says Adam,
+    with the same weight decay). Where the losses are new to a trained model (in fine-tuning, and
+    with --init), lower_lr_scale multiplies the learning rate of embeddings and layers below the
+    memory. Queries are made from H0, the output of these layers. TOME-2 is fine-tuned on one- and
+    two-hop examples together. Eq. 10 alone answers one-hop examples, so they would let the queries
+    decay before two-hop examples are learned."""
     groups, is_lowered = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -467,8 +469,8 @@ class Training:
                   for name, (_, share) in losses.items()}
         if not np.isfinite([*values.values(), norm.item()]).all():
             passages = batch_of_all.passage.unique().tolist()[:64]          # -1: examples
-            raise self.diverged(f"loss or gradient not finite at step {step} ({values}; passages "
-                                f"{str(passages)[1:-1]})")
+            raise self.diverged(f"the loss or gradient is not finite at step {step} ({values}; "
+                                f"passages {str(passages)[1:-1]})")
         self.optimizer.step()
         progress["step"] += 1
         for name, value in values.items():
@@ -513,7 +515,7 @@ class Training:
     def diverged(self, what):
         """The error for a diverged stage, with the flags that continue it."""
         path, lr = self.run.path(self.plan), self.plan.lr / 3
-        return UserError(f"{self.plan.name}: {what}; {path} keeps the last good step, if there was "
+        return UserError(f"{self.plan.name}: {what}; {path} has the last checkpoint, if there was "
                          f"one. Continue with --stage {self.plan.flags} --lr {lr:.1g}")
 
     def is_stopped(self):
@@ -656,7 +658,7 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     predicted = tome.mlm_logits(H, batch.is_target).argmax(-1)                      # (L,)
     is_correct[batch.is_target] = predicted == batch.unmasked[batch.is_target]
     # Eq. 10, without the entities of visible mentions.
-    found, entity = retrieve_answer(tome, H, batch, memory, masked), batch.entity[masked]
+    found, entity = retrieve_entities(tome, H, batch, memory, masked), batch.entity[masked]
     is_visible = torch.zeros(len(mentions), len(is_elsewhere), dtype=torch.bool, device=run.device)
     is_visible[batch.row[~masked], batch.entity[~masked]] = True                    # (B, E)
     scores = found.scores.masked_fill(is_visible.gather(1, found.entity), -torch.inf)
@@ -734,7 +736,7 @@ def judged_examples(run, tome, task, examples, memory, without=None, attend=True
             is_correct = claim_logits(tome, H, batch).argmax(-1) == batch.label
             items += [Judged(correct, None) for correct in is_correct.tolist()]
             continue
-        found = retrieve_answer(tome, H, batch, memory, batch.answer >= 0)
+        found = retrieve_entities(tome, H, batch, memory, batch.answer >= 0)
         predicted = predict_entity(found.scores, found.entity).tolist()
         best = best_entities(found.scores, found.entity).tolist()
         for example, entity, entities in zip(chosen, predicted, best):
@@ -767,8 +769,8 @@ def toy_file(run, task, hops="one_hop", split="test"):
     return path
 
 def clozes_of(run, example, rng):
-    """[the cloze of a true claim: the example without its label, and with one known entity as its
-    answer]; [] for any other claim."""
+    """A list with the cloze of a true claim: the example with one known entity as its answer, and
+    without its label. Empty for other claims, and if no entity is known."""
     known = [m.entity for m in example.mentions if run.corpus.entity_index.get(m.entity)]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
         return []
@@ -878,7 +880,7 @@ def with_published(run, model):
     say_of_file(run.init, lacks, unused)
     tome, corpus, quote = model.tome, run.corpus, run.tokenizer.token_to_id('"')
     if run.has_batch_tome:
-        tome.entity_query.load_state_dict(model.key.state_dict())       # z starts as a key
+        tome.entity_query.load_state_dict(model.key.state_dict())       # published without one
     elif quote is not None:
         # The markers took unused entries of the vocabulary, which BERT never trained. They start
         # with the embedding of the quotation mark, which also surrounds names.
@@ -921,9 +923,9 @@ def read_start(run, path):
     return saved
 
 def start_from(run, tome, plan):
-    """Loads the weights of --start (app. B.6) and initialises the rest, such as memory layers,
-    randomly. "scratch" initialises everything (with --init: from BERT). Its seed differs from
-    BATCH-TOME's, so that TOME does not start from the initial weights of the memory's encoder."""
+    """Loads the weights of --start (app. B.6), if given, and initialises the rest, such as memory
+    layers, randomly. "scratch" initialises everything (with --init: from BERT). The seed differs
+    from BATCH-TOME's, so that TOME does not start from the memory's encoder's initial weights."""
     if plan.start is None or run.path(plan).exists():
         return
     path, fresh = plan.start[0][0], new_batch_tome(run, run.seed + 1).tome.state_dict()
@@ -1422,8 +1424,8 @@ def make_world(folder, seed):
     return folder / "corpus.jsonl"
 
 def make_corpus(run, source, folder, old=None, replace_articles=False, appended=()):
-    """Tokenises `source` into the folder. old: a Corpus that comes first, unchanged, and whose
-    tokenizer is used. appended: [checksum, replace_articles] of each file of --append."""
+    """Tokenises `source` into the folder. old: a Corpus whose passages come first, unchanged, and
+    whose tokenizer is used. appended: [checksum, replace_articles] of each file of --append."""
     settings, made_from = run.settings, run.corpus_made_from()
     if old is not None:
         tokenizer = old.tokenizer
@@ -1456,7 +1458,7 @@ def append(run, file, replace_articles):
     replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    # With --replace a file may be appended again if another file has replaced its articles since.
+    # With --replace, a file may be appended again after another, which may have replaced articles.
     if record in (done[-1:] if replace_articles else done):
         say(f"{run.base} already contains {file}; nothing is left to do.")
         return
@@ -1592,7 +1594,8 @@ def choose_device(name=None):
         return torch.device(name or "cpu")
     index, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= n:
-        raise UserError(f"this machine has {n} GPUs: start {n} processes, or give --device cpu")
+        raise UserError(f"number of GPUs on this machine: {n}; start at most as many processes, or "
+                        "give --device cpu")
     return torch.device("cuda", index)
 
 def join_processes(device):
@@ -1736,7 +1739,7 @@ def main(argv=None):
             if args.stage in ("tome", "finetune") and not args.quiet:
                 status = report(args, plan)
     except KeyboardInterrupt as stop:
-        say(f"{str(stop) or 'Stopped'}; the same command continues from there.")
+        say(f"{str(stop) or 'Stopped'}; the same command continues.")
         status = 130
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):

@@ -88,7 +88,7 @@ def test_an_interrupted_append_can_be_abandoned_or_replaced_by_another(reference
     assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0           # it can be read
     assert quietly(train.main, command("tome", reference.folder, out))[0] == 0  # and trained
     code, said, _ = quietly(train.main, command("append", reference.folder, out, "--replace"))
-    assert code == 0 and "passages of" in said          # the earlier file, now as a replacement
+    assert code == 0 and "passages from" in said          # the earlier file, now as a replacement
     assert train.open_run(out)[0].corpus.meta["appended"][-1][1] is True
     assert not list(out.glob("*.part"))
 

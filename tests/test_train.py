@@ -268,7 +268,7 @@ def test_a_weight_that_is_not_finite_is_never_saved_and_the_advice_works(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", blows_up)
     result = run("tome --blocks 2", out)
-    refused(result, "not finite at step", "tome-2.pt keeps the last good step")
+    refused(result, "not finite at step", "tome-2.pt has the last checkpoint")
     advice = result[2].split("--stage tome ")[1].rstrip(".").split()
     monkeypatch.setattr(torch.optim.AdamW, "step", real)
     assert advice[:3] == ["--blocks", "2", "--lr"]
@@ -497,7 +497,7 @@ def test_a_mistake_in_an_appended_file_changes_nothing(before, tmp_path):
     assert not difference(out, whole)
     data.write_lines(more, [{"title": "New", "text": "Alma Verran sang.", "mentions": [
         {"start": 0, "end": 11, "entity": "New"}]}])
-    assert "1 passages of" in works("memory", out, "--append", more)
+    assert "1 passages from" in works("memory", out, "--append", more)
     loaded, _, table = train.open_run(out)
     assert loaded.corpus.entity_names[int(table.entity[-1])] == "New"
 
@@ -606,13 +606,13 @@ def test_while_all_mentions_are_given_memories_the_layers_below_are_frozen(refer
 @slow
 def test_eq_10_is_not_trained_on_mentions_that_were_given_memories(
         reference, tmp_path, monkeypatch):
-    asked, n, plain, loss = [], [], train.retrieve_answer, train.entity_prediction_loss
+    asked, n, plain, loss = [], [], train.retrieve_entities, train.entity_prediction_loss
 
     def retrieve(tome, H, batch, memory, at):
         if tome.training:
             n.append(len(batch.entity))
         return plain(tome, H, batch, memory, at)
-    monkeypatch.setattr(train, "retrieve_answer", retrieve)
+    monkeypatch.setattr(train, "retrieve_entities", retrieve)
     monkeypatch.setattr(train, "entity_prediction_loss", lambda *a: asked.append(a[2]) or loss(*a))
     works("tome", tmp_path / "run", "--from", reference.whole, "--teacher-forcing-rate", 0.8,
           "--linking-weight", 0.3)

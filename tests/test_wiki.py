@@ -226,7 +226,7 @@ def test_any_number_of_workers_writes_the_same_file(tmp_path):
 ENTITIES = "".join(f'<!ENTITY {y} "{10 * f"&{x};"}">' for x, y in zip("abcdefgh", "bcdefghi"))
 BOMB = (f'<!DOCTYPE m [<!ENTITY a "aaaaaaaaaa">{ENTITIES}]>'
         "<mediawiki><page><title>T</title><text>&i;</text></page></mediawiki>")
-CUT = "not a whole MediaWiki dump"
+CUT = "not a complete MediaWiki dump"
 NO_DUMP = CUT + " (ValueError: it does not begin like one)"
 
 @needs_parser
