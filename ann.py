@@ -116,8 +116,8 @@ class BucketedIndex:
         self.largest_passage = max(sizes, default=0)
 
     def search(self, queries, k, n_search, query_passage=None):
-        """plain_topk over the keys in the n_search best buckets of each query (Q, d): scores, ids
-        (Q, k). See search_buckets, below."""
+        """scores, ids (Q, k): for each query (Q, d) plain_topk over the keys in the n_search
+        buckets whose centroids have the largest dot products with it. See search_buckets, below."""
         return search_buckets(self, queries, k, n_search, query_passage)
 
 # ---- several processes
@@ -321,7 +321,8 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges each tile's k best. In `tiles`, `nonzero` waits for the GPU."""
+    """exact_topk on a GPU: merges each tile's k best. (The `nonzero` in `tiles` waits for the GPU,
+    which costs time for each tile.)"""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
@@ -346,7 +347,7 @@ def block_maxima(blocks):
     return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
 
 def just_below(maxima, n, dim):
-    """The next number below the n-th largest along dim, or below the smallest if fewer than n."""
+    """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
     bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 

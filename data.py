@@ -94,9 +94,10 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches
 
-# A Corpus (a class in the part set apart) has P passages and M mentions (here of the corpus, not of
-# a batch). passage(p) is a Passage, whose index has its mentions' numbers in the corpus;
-# passage_entities(p) are their entities, and passage_of(mentions) their passages' numbers.
+# A Corpus (the class is below, after "Set apart") has P passages and M mentions (here of the
+# corpus, not of a batch). passage(p) returns a Passage, whose `index` contains the corpus numbers
+# of its mentions. passage_entities(p) returns the entities of these mentions, and
+# passage_of(mentions) the passage number of each given mention.
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -225,7 +226,8 @@ def eval_mentions(corpus) -> np.ndarray:
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
     E = len(corpus.entity_names)        # passage * E + entity: a number for each pair of them
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
-    is_elsewhere = np.bincount(pairs % E, minlength=E)[entity] > 1
+    n_passages = np.bincount(pairs % E, minlength=E)            # that link each entity
+    is_elsewhere = n_passages[entity] > 1
     titles = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])
     is_title = titles[corpus.article[passage]] == entity
     return linked[corpus.held_out[passage] & (count[pair] == 1) & is_elsewhere & ~is_title]
@@ -238,9 +240,9 @@ def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
     Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
-    max(POOL, 2 * size) articles, they are divided into random pools, each clustered by itself. Each
-    pool has at least `size` passages, and leaves fewer than `size` in an unfilled cluster. The
-    passages of unfilled clusters are clustered again."""
+    max(POOL, 2 * size) articles, they are divided into random pools, each clustered by itself. A
+    pool has at least half of this maximum, so at least `size` passages, and leaves fewer than
+    `size` in an unfilled cluster. The passages of unfilled clusters are clustered again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -316,7 +318,8 @@ class Example(NamedTuple):
     mentions: list | None       # None: to be found by mention_finder
     label: int | None           # index into CLAIM_LABELS; None: unknown, or not a claim
     answers: list               # names of entities, each a correct answer; empty for a claim
-    info: dict                  # the whole record with its other fields: subject, bridge, …
+    info: dict                  # the whole record. In the toy world it has other fields: subject,
+                                # bridge (the entity between two facts), …
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions,
@@ -462,9 +465,9 @@ def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world: five passages per subject, of one to three sentences.
 
     Each fact, unless it is the only one, is left out of one passage: with three facts the passages
-    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that one of
-    the other passages, never a held-out one, describes instead of stating. split: "train", of which
-    5% is then held out, or "held_out"."""
+    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that are
+    described instead of stated in one of these passages, which is never a held-out one. split:
+    "train", of which 5% is then held out, or "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -730,7 +733,8 @@ def fields(where, record, **allowed) -> list:
     """The values of these fields of a JSON record; None for one that is missing.
 
     allowed: for each field the types and values that it may have, with None if it may be missing.
-    where: a prefix of the fields, "mentions[0].". Raises ValueError "field: reason"."""
+    where: a prefix for their names in errors, such as "mentions[0].". Raises ValueError "field:
+    reason"."""
     if type(record) is not dict:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; give one per line")
     for name, kinds in allowed.items():
@@ -1637,9 +1641,9 @@ def check(path, preset="toy"):
     if not corpus.entity_count.any():
         print("There is nothing to train on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
-        print("There is nothing to evaluate: no held-out passage links an entity exactly once that "
-              "another passage also links (except the article's own title). Mark more texts with "
-              '"split": "held_out".')
+        print("There is nothing to evaluate: no held-out passage has exactly one mention of an "
+              "entity that another passage also links and that is not its article's title. Mark "
+              'more texts with "split": "held_out".')
     print("A sample of mentions (marked by brackets), and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"

@@ -36,8 +36,8 @@ class Config:
     dropout: float = setting(0.1, (0, 0.9), "dropout rate")
     gelu: str = setting("tanh", ("tanh", "none"), "approximation of GELU; none: exact")
     init_std: float = setting(0.02, (0, 1), "standard deviation of initial weights")
-    # TOME-1 has one TOMEBlock with n_upper layers; TOME-2 has two with half as many each (if
-    # n_upper is 1: layers_per_block).
+    # TOME-1 has one TOMEBlock with n_upper layers; TOME-2 has two, with half as many each (for
+    # n_upper = 1, see layers_per_block).
     n_initial: int = setting(4, (1, 100), "Transformer layers below the first memory layer")
     n_upper: int = setting(8, (1, 100), "Transformer layers above the first memory layer")
     n_blocks: int = 1
@@ -45,7 +45,7 @@ class Config:
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
     # Each process searches its own shard of the memory and offers k_shard memories. The k best are
-    # kept. With fewer than k / k_shard processes, MentionMemory.retrieve raises k_shard.
+    # kept. With fewer than k / k_shard processes, MentionMemory.retrieve increases k_shard.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     # 4096: all that the paper's 128 processes offer for eq. 10, 32 each.
@@ -53,8 +53,8 @@ class Config:
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of memory.EntityTable, a trained table that eq. 10 searches
-                                # in both baselines; with "entities" memory layers attend to it too
+    n_entities: int = 0         # rows of memory.EntityTable, a trained table that eq. 10 uses in
+                                # both baselines, and memory layers if memory is "entities"
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; float32 where bfloat16 is slow")
 
@@ -62,8 +62,8 @@ class Config:
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided:
         each block of TOME-2 gets a copy of it, then a layer that at first only normalises
-        (tome.split_into_blocks). With the copy alone, it learned claims about two facts less well.
-        """
+        (tome.split_into_blocks). With the copy alone, TOME-2 learned claims about two facts less
+        well."""
         if self.n_upper == 1:
             return 1 if self.n_blocks == 1 else 2
         return self.n_upper // self.n_blocks
@@ -397,8 +397,8 @@ def read_flax(file, config):
     tree = tree.get("params", {"encoder": tree})
     tree |= tree.pop("encoder")
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
-    # A TOME file may also contain its BATCH-TOME's memory layer, keys and values. Their names are
-    # not translated, so they are not used.
+    # A TOME file may also contain its BATCH-TOME's layers for memory, keys and values. Their names
+    # are not translated, so they are not used.
     if config.n_blocks == 1:            # PLACE expects the first block under these names
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")

@@ -171,8 +171,8 @@ def sources_of(opened, found, m, n=3, entity=None):
 # ---- Figures -------------------------------------------------------------------------------------
 
 def masked_mention_figures(run, tome, memory, n=1000):
-    """The keys "masked_mention" and "same_entity_mass" of --json, for at most n held-out mentions
-    of each of train.GROUPS (null for a group without mentions).
+    """The keys "masked_mention" and "same_entity_mass" of the report as JSON (eval.py --json), for
+    at most n held-out mentions of each of train.GROUPS (null for a group without mentions).
 
     "same_entity_mass" is the attention to memories of the mention's entity. "masked_mention" has
     the other figures of train.masked_mentions. Except for a baseline, it also has the accuracy with
@@ -181,42 +181,42 @@ def masked_mention_figures(run, tome, memory, n=1000):
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
-    group = np.array([item.group for item in items])
+    groups = np.array([item.group for item in items])
     if not run.is_baseline:
         emptied, alone = measure(memory.sample(0), progress="memory emptied")
         shuffled, _ = measure(memory.shuffled(), progress="values shuffled")
         gains = np.array([item.share - other.share for item, other in zip(items, alone)])
         articles = corpus.article[corpus.passage_of(mentions)]
-        queries = [Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
+        queries = [BM25Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
                          correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
                    for m in mentions]
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)    # inf: without a vote
     figures = {"masked_mention": {}, "same_entity_mass": {}}
-    for kind, found in measured.items():
-        chosen, size = group == kind, {"n": found["n"]}
+    for group, found in measured.items():
+        chosen, size = groups == group, {"n": found["n"]}
         mass = {"visible": found["attention_visible"], "masked": found["attention"]}
         cell = {"memory": found["tokens"], "entity": found["entity"],
                 "recall@20": found["recall@20"]}
         if not run.is_baseline:
             low, high = interval(gains[chosen], articles[chosen]) or (None, None)
-            cell |= {"emptied": emptied[kind]["tokens"], "shuffled": shuffled[kind]["tokens"],
+            cell |= {"emptied": emptied[group]["tokens"], "shuffled": shuffled[group]["tokens"],
                      "gain": [train.mean(gains[chosen]), low, high],
                      "bm25_entity": train.mean(ranks[chosen] <= 1),
                      "bm25_entity@20": train.mean(ranks[chosen] <= 20)}
         if size["n"] == 0:
             cell, mass = dict.fromkeys(cell), dict.fromkeys(mass)
-        figures["masked_mention"][kind] = cell | size
-        figures["same_entity_mass"][kind] = mass | size
+        figures["masked_mention"][group] = cell | size
+        figures["same_entity_mass"][group] = mass | size
     return figures
 
 def toy_figures(run, tome, memory, task):
     """{hops: {group: cell}} for the toy world's test examples; recall@20 over all questions."""
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
-    for hops, kinds in figures.items():
-        for kind, split in (("seen", "test"), ("unseen", "unseen")):
+    for hops, groups in figures.items():
+        for group, split in (("seen", "test"), ("unseen", "unseen")):
             examples = train.task_examples(run, task, train.toy_file(run, task, hops, split))
-            kinds[kind] = figures_of(run, tome, memory, task, examples)
-        cells += kinds.values()
+            groups[group] = figures_of(run, tome, memory, task, examples)
+        cells += groups.values()
     for name in sorted({"recall@20", "bm25_recall@20"} & cells[0].keys()):
         figures[name] = np.average([c[name] for c in cells], weights=[c["n"] for c in cells])
     return figures
@@ -247,7 +247,7 @@ def figures_of(run, tome, memory, task, examples):
     if task == "qa" and not run.is_baseline:
         # 20 passages contain more mentions than TOME's 20 memories, which favours BM25 (app. B.4).
         texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
-        queries = [Query(tokens=text, correct=answers, own=[])
+        queries = [BM25Query(tokens=text, correct=answers, own=[])
                    for text, answers in zip(texts, known)]
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
         values["bm25_recall@20"] = ranks < np.inf       # linked anywhere in the 20 best passages
@@ -275,7 +275,7 @@ def interval(values, groups, n_draws=1000):
 
 # ==== Set apart: BM25 =============================================================================
 
-class Query(NamedTuple):
+class BM25Query(NamedTuple):
     """A query for BM25. Each of its 20 best passages votes for the entities that it links."""
     tokens: list
     correct: list           # entity numbers
@@ -306,7 +306,7 @@ def bm25(corpus, passages, k1=0.9, b=0.4):
     return scores
 
 def bm25_ranks(corpus, passages, queries, k=20):
-    """For each Query the best rank of its correct entities in BM25's vote, or inf if they get no
+    """For each BM25Query the best rank of its correct entities in the vote, or inf if they get no
     votes. Each of the k best passages adds its score to the votes of every entity that it links.
     Ties are broken against the correct entity."""
     score, ranks = bm25(corpus, passages), []
@@ -347,7 +347,8 @@ def by_size(run, tome, memory, shares, n=300):
     return rows
 
 def draw_run(figure, opened, blocks):
-    """Left: training. Right: accuracy against the share of the memory (figure 2)."""
+    """Left: training. Right: accuracy against the share of the memory (like figure 2, but only the
+    memory of the evaluation varies)."""
     left, right = figure.subplots(1, 2, sharey=True)
     draw_training(left, opened.run, blocks)
     shares = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -403,9 +404,9 @@ def draw_mentions(figure, mentions):
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
           "memory, with an empty memory, and with permuted values; gain: memory minus emptied. "
-          "entity, bm25: fraction of mentions whose entity eq. 10, or BM25's vote, picks; "
-          "recall@20, bm25@20: whose entity is among eq. 10's 20 best memories, or the first 20 of "
-          "the vote. visible, masked: attention to memories of their own entity.",
+          "entity, bm25: fraction of mentions whose entity is picked by eq. 10, or by BM25's vote; "
+          "recall@20, bm25@20: fraction whose entity occurs in eq. 10's 20 best memories, or in "
+          "the first 20 of the vote. visible, masked: attention to memories of their own entity.",
     "qa": "Fraction of questions answered correctly, with the memory and with each control (listed "
           "in eval.py). answerable: with an answer among the corpus's entities. recall@20, "
           "bm25@20: with a correct answer among eq. 10's 20 best memories, or BM25's passages.",
@@ -429,14 +430,14 @@ def report(opened, args):
         figures = {task: cells["all"]}
     elif task:
         figures = {task: toy_figures(run, tome, memory, task)}
-        cells = {f"{hops} {kind}": cell for hops in ("one_hop", "two_hop")
-                 for kind, cell in figures[task][hops].items()}
+        cells = {f"{hops} {group}": cell for hops in ("one_hop", "two_hop")
+                 for group, cell in figures[task][hops].items()}
         if task == "qa":
             cells["all"] = {name: x for name, x in figures[task].items() if "recall" in name}
     else:
         figures = masked_mention_figures(run, tome, memory)
-        cells = {kind: cell | figures["same_entity_mass"][kind]
-                 for kind, cell in figures["masked_mention"].items()}
+        cells = {group: cell | figures["same_entity_mass"][group]
+                 for group, cell in figures["masked_mention"].items()}
     if args.json:
         print(json.dumps(figures))
     else:

@@ -12,8 +12,8 @@ The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnVal
 retrieval), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method
 `attend`. Only searches use the arguments k and k_shard. M mentions attend to a memory of N rows,
 and each mention retrieves K rows. A row is also called a memory. With several processes, each holds
-N rows of a MentionMemory, and ids count over all of them. Above data.Batch there is a list of what
-a corpus and a batch contain."""
+N rows of a MentionMemory, and ids number the rows of all processes. Above data.Batch there is a
+list of what a corpus and a batch contain."""
 import copy
 import shutil
 from pathlib import Path
@@ -37,7 +37,7 @@ class Retrieved(NamedTuple):
     """What M mentions retrieve: K memories each, the best first after a search. If a search finds
     fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
     an excluded row has score -inf but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient if they come from a search
+    scores: torch.Tensor            # (M, K) query · key, with gradient (except GivenMemory's)
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -57,8 +57,8 @@ def attend_to_all(query, memory, excluded):
     return Retrieved(scores, ids, memory.entity.expand_as(scores), alpha, alpha @ memory.values)
 
 class BatchMemory:
-    """Linked mentions of a batch as a memory (§2.3), gathered from all processes (N counts all of
-    them), with gradients to keys and values. Passages of a batch are related (app. A.1)."""
+    """Linked mentions of a batch as a memory (§2.3), gathered from all processes (N is their total
+    number), with gradients to keys and values. Passages of a batch are related (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
@@ -80,9 +80,9 @@ class OwnValues:
 
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
-    value per entity, not per mention. (The original uses a single vector for both, which learned
-    less here.) With --memory none, only eq. 10 uses it. For an entity that training never names,
-    the table can only learn that it is never the answer. Row 0: no entity."""
+    value per entity, not per mention. (With a single vector for both, as in the original, the model
+    learned less here.) With --memory none, only eq. 10 uses it. For an entity that training never
+    names, the table can only learn that this entity is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -96,7 +96,7 @@ class EntityTable(nn.Module):
     retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
 
 class MentionMemory:
-    """This process's N rows of the frozen table. Each of ARRAYS is a tensor or a numpy array. A
+    """This process's N rows of the frozen table, as tensors (given as those or numpy arrays). A
     query never retrieves rows of its own passage ("disallowed same passage retrieval", §2.4)."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
@@ -217,9 +217,9 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
             keys, values = encoder.encode_mentions(batch.tokens, batch.attention_mask,
                                                    row, start, end)
         parts.append([x.cpu() for x in (keys.float(), values.float(), *numbers)])
-    rows = [torch.cat(part).numpy() for part in zip(*parts)]
-    order = np.argsort(rows[-1])                                    # by mention
-    keys, values, *numbers = (array[order] for array in rows)
+    columns = [torch.cat(part).numpy() for part in zip(*parts)]
+    order = np.argsort(columns[-1])                                 # by mention
+    keys, values, *numbers = (column[order] for column in columns)
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
 # ==== Set apart: teacher forcing ==================================================================
@@ -229,7 +229,7 @@ N_GIVEN = 8                     # memories that GivenMemory gives to a mention
 class GivenMemory:
     """Teacher forcing (preset mini): a mention retrieves random memories of its own entity (N_GIVEN
     draws with replacement, minus those from its own passage). A model thus learns to read what it
-    retrieves before it retrieves well. Given memories pass no gradient to the queries.
+    retrieves before it retrieves well. Memories that are given pass no gradient to the queries.
 
     Before each use, set `wanted` (M,) to the entities of the mentions. A mention whose entry is 0
     is given nothing or, if others_search is true, searches the memory. If others_search is true,
@@ -246,7 +246,8 @@ class GivenMemory:
     attend = MentionMemory.attend       # over what `retrieve` returns
 
     def retrieve(self, query, passage, k, k_shard):
-        """N_GIVEN memories, followed by the k memories of the mentions that search."""
+        """N_GIVEN memories, and if others_search is true the k memories that a search finds (none
+        for mentions that are given some)."""
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
@@ -258,7 +259,7 @@ class GivenMemory:
         if not self.others_search:
             return given
         self.found = memory.retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0                     # such a mention does not search
+        is_given = self.wanted[:, None] > 0             # so what its search found is removed
         searched = [x.masked_fill(is_given, empty)
                     for x, empty in zip(self.found, (-torch.inf, -1, 0))]
         return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))
@@ -321,7 +322,7 @@ def load_memory(folder, device="cpu"):
         return np.load(f"{folder}/{name}-{i:05d}.npy", "r")             # unpickles nothing
 
     rows = {}
-    with data.intact(folder, remedy="remove it to rebuild it"):
+    with data.intact(folder, remedy="remove it to have it rebuilt"):
         shards = range(rank, about["n_shards"], size)           # a process may have no shard
         for name in ARRAYS:
             place = np.cumsum([0, *(len(shard(name, i)) for i in shards)])

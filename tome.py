@@ -110,7 +110,7 @@ class BatchTOME(nn.Module):
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
-            # Mentions are masked as a whole (data.mask_batch), so the token after [E_start] tells.
+            # A mention is masked as a whole (data.mask_batch) if the token after [E_start] is.
             is_masked = batch.is_target[batch.row, batch.start + 1]
             is_kept = (batch.entity > 0) & ~is_masked
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
@@ -180,15 +180,16 @@ def predict_entity(scores, memory_entity):
 def claim_logits(tome, H, batch):
     """Logits (B, 3) in the order of data.CLAIM_LABELS, from the MLM head's hidden layer at
     [E_start] (where eq. 9 added the memory's values), averaged over the claim's mentions. The paper
-    does not describe its head; with [CLS], as in the public code, toy claims stayed at chance."""
+    does not describe its head. With [CLS], as in the public code, toy claims stayed at chance, and
+    without the hidden layer claims about two facts were judged less well."""
     n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
     h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
     total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_entities(tome, H, batch, memory, asked):
-    """Retrieved (n, K) of the n mentions where `asked` (M,) is true. Their query is z of eq. 10. In
-    stage tome all linked mentions are asked for (§2.4), in a question the final [MASK] (§4.4)."""
+    """Retrieved (n, K) of the n mentions where `asked` (M,) is true: all linked mentions in stage
+    tome (§2.4), and the final [MASK] of a question (§4.4). Their query is z of eq. 10."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
@@ -208,12 +209,13 @@ def start_positions(model):
 
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
-    """Sets the layers of keys, queries and z of eq. 10 in closed form, from a few batches in which
-    half of the mentions are masked. A mention's query in the masked text is fitted to its own key
-    in the unmasked text, so no labels are used. This key is never retrieved, but keys of the same
-    entity are near it, since coreference has made its mentions similar. self_score: the mean score
-    of a query with its target, and an upper bound on the mean score of a key with itself. e^20
-    outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    """Sets the layers of keys, queries and z of eq. 10 in closed form, from batches in which half
+    of the mentions are masked. A mention's query in the masked text is fitted to its own key in the
+    unmasked text, so no labels are used. This key is never retrieved, but keys of the same entity
+    are near it, since the coreference loss has made mentions of an entity similar. self_score: the
+    mean score of a query with its target, and an upper bound on the mean score of a key with
+    itself. e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are
+    similar.)"""
     of_queries, of_answers, of_keys = linked_spans(model, batches)
     if len(of_keys) < 2:
         return

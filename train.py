@@ -64,8 +64,8 @@ class Schedule:
 
 @dataclass
 class Settings:
-    """The settings of a run, except the model's (encoder.Config). Each is a flag, such as
-    --passage-length. Defaults are the paper's values where it gives them (app. A, B.1)."""
+    """The settings of a run, except the model's (encoder.Config). Each but the schedule is a flag,
+    such as --passage-length. Defaults are the paper's values where it gives them (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
@@ -76,8 +76,8 @@ class Settings:
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
     coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "number of most frequent entities used in "
-                                  "coreference (not in eq. 10)")
+    coref_entities: int = setting(10**6, (1, 10**9), "coreference uses only this many of the most "
+                                  "frequent entities (eq. 10 uses all)")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
@@ -104,7 +104,8 @@ class Settings:
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning, which learns only from "
                               "answers among these memories", "finetune")
-    # The next settings change no result of the stages before fine-tuning.
+    # log_every decides which weights can be the best ones in fine-tuning. Otherwise these three
+    # change no result.
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
@@ -336,7 +337,8 @@ class FinetuneStage:
     eq. 10 at an appended [MASK] (§4.4).
 
     Each batch of claims comes with the same number of clozes, true claims in which one entity is
-    masked and has to be predicted. Labels alone do not teach which two facts a claim needs."""
+    masked and has to be predicted. Labels alone do not teach which two facts a claim needs. Clozes
+    and linking are not in the paper (README, "What differs")."""
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
         self.model = load_model(run, "tome", run.task_config)       # k_answer = k_finetune
@@ -405,13 +407,14 @@ def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning B.1 says Adam,
     with the same weight decay). Where the losses are new to a trained model (in fine-tuning, and
     with --init), lower_lr_scale multiplies the learning rate of embeddings and layers below the
-    memory. Queries are made from H0, the output of these layers. TOME-2 is fine-tuned on one- and
-    two-hop examples together. Eq. 10 alone answers one-hop examples, so they would let the queries
-    decay before two-hop examples are learned."""
-    groups, is_lowered = {}, run.init or kind in ("claims", "qa")
+    memory. The first memory layer's queries are made from H0, the output of these layers. TOME-2 is
+    fine-tuned on questions about one and two facts together. Eq. 10's search alone answers those
+    about one fact, so they would change H0 without keeping these queries useful, before questions
+    about two facts are learned."""
+    groups, is_scaled = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
-        is_lower = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
-        scale = run.settings.lower_lr_scale if is_lower and is_lowered else 1.0
+        is_below_memory = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
+        scale = run.settings.lower_lr_scale if is_scaled and is_below_memory else 1.0
         decay = run.settings.weight_decay if parameter.dim() > 1 else 0.0
         group = {"params": [], "scale": scale, "weight_decay": decay}
         groups.setdefault((scale, decay), group)["params"].append(parameter)
@@ -593,8 +596,8 @@ class MaskedMention(NamedTuple):
     is_named: bool          # eq. 10 picks the mention's entity
     is_recalled: bool       # a memory of this entity is among the 20 best of eq. 10
     attention: float
-    visible: list           # (group, attention) of each visible mention whose entity occurs in two
-                            # passages of the memory; a mention's own passage is never retrieved
+    visible: list           # (group, attention) of each visible mention whose entity occurs in at
+                            # least two passages of the memory; its own passage is never retrieved
 
     @property
     def share(self):
@@ -626,7 +629,7 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     figures = {}
     for group in GROUPS:
         masked = [item for item in items if item.group == group]
-        visible = [mass for item in items for kind, mass in item.visible if kind == group]
+        visible = [mass for item in items for g, mass in item.visible if g == group]
         n_tokens = sum(item.n_tokens for item in masked)
         figures[group] = {
             "tokens": sum(item.n_correct for item in masked) / max(n_tokens, 1),
@@ -789,9 +792,9 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
 
     def losses(self, batch, step):
-        """In the first steps every linked mention is given memories, and only W_U, the layers above
-        the memory and the word embeddings (shared by the MLM head) are trained. Later a fraction of
-        the mentions is given memories, since otherwise the model forgets how to read them."""
+        """In the first steps every linked mention is given memories, and only W_U, what is above it
+        and the word embeddings (shared by the MLM head) are trained. Later a fraction of the
+        mentions is given memories, since otherwise the model forgets how to read them."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate
@@ -925,7 +928,7 @@ def read_start(run, path):
 def start_from(run, tome, plan):
     """Loads the weights of --start (app. B.6), if given, and initialises the rest, such as memory
     layers, randomly. "scratch" initialises everything (with --init: from BERT). The seed differs
-    from BATCH-TOME's, so that TOME does not start from the memory's encoder's initial weights."""
+    from BATCH-TOME's, so that TOME does not start like the encoder that built the memory."""
     if plan.start is None or run.path(plan).exists():
         return
     path, fresh = plan.start[0][0], new_batch_tome(run, run.seed + 1).tome.state_dict()
@@ -1077,8 +1080,9 @@ class Run:
         self.read_checkpoint = cache(read_checkpoint)
 
     def open(self, device=None, appended=False):
-        """Opens the corpus and returns the run. appended: with the text of --append, otherwise the
-        corpus used in training. Raises UserError if it is missing, damaged or a different one."""
+        """Opens the corpus and returns the run. appended: if true, the corpus with the text of
+        --append, otherwise the one used in training. Raises UserError if that is missing, damaged
+        or not the one of run.json."""
         self.base = self.appended() if appended else self.out
         folder = self.base / "corpus"
         if not folder.exists():
@@ -1137,7 +1141,7 @@ class Run:
 
     def check_sources(self, path, made_from, wanted):
         """Raises UserError if a result was not made from the wanted files, {name: checksum}."""
-        with intact(path, remedy="remove it to rebuild it"):
+        with intact(path, remedy="remove it to have it rebuilt"):
             others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
         if others:
             source = self.out / f"{others[0]}.pt"
@@ -1458,7 +1462,8 @@ def append(run, file, replace_articles):
     replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    # With --replace, a file may be appended again after another, which may have replaced articles.
+    # With --replace, a file may be appended again after a different one, which may have replaced
+    # its articles.
     if record in (done[-1:] if replace_articles else done):
         say(f"{run.base} already contains {file}; nothing is left to do.")
         return
@@ -1594,8 +1599,8 @@ def choose_device(name=None):
         return torch.device(name or "cpu")
     index, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= n:
-        raise UserError(f"number of GPUs on this machine: {n}; start at most as many processes, or "
-                        "give --device cpu")
+        raise UserError(f"number of GPUs on this machine: {n}; start at most that many processes, "
+                        "or give --device cpu")
     return torch.device("cuda", index)
 
 def join_processes(device):
