@@ -10,7 +10,7 @@
 All searches return scores in descending order, and ties in ascending order of id. They exclude keys
 from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
 fewer than k keys remain, the rest have score -inf and id -1. Keys may be float32, float16 or
-bfloat16, and may be numpy memory maps; scores are float32. Only plain_topk has a gradient.
+bfloat16, and may be numpy memory maps; scores are float32, without gradient.
 
 The functions for several processes also work in a single one without a process group."""
 from itertools import pairwise
@@ -20,15 +20,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 def dot(queries, keys):
-    """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient.
-    Attention weights are exponentials of scores; bfloat16 rounds scores near 50 by up to 0.125."""
+    """queries (..., Q, d), keys (..., N, d) -> float32 scores (..., Q, N), with gradient. Attention
+    weights are exponentials of scores, and bfloat16 would round scores near 50 by up to 0.125."""
     with torch.autocast(queries.device.type, enabled=False):
         return queries.float() @ keys.float().mT
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The definition of what the searches below find, with the arguments of exact_topk. Training
-    uses the searches, then recomputes the scores of the keys that they find, with gradient
-    (MentionMemory.retrieve)."""
+    """The definition of what the searches below find, with the arguments of exact_topk, for tests
+    and empty results. MentionMemory.retrieve recomputes the scores of what a search finds, with
+    gradient."""
     scores = allowed_scores(queries, torch.as_tensor(keys), query_passage, key_passage)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
@@ -91,8 +91,8 @@ def kmeans(points, init, n_iters=10):
 
 class BucketedIndex:
     """Keys in buckets by direction; a query searches only its n_search best buckets (app. C.1.2).
-    keys (N, d) are copied, bucket by bucket. Centroids have unit length. Otherwise the few longest
-    would win every query (python tests/bench.py buckets)."""
+    keys (N, d) are copied, bucket by bucket. Centroids have unit length. Otherwise the few with the
+    largest norm would have the largest dot products with every query (tests/bench.py buckets)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
@@ -302,9 +302,9 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     return merge(found, Q, k)
 
 def tiles(queries, keys, first, size, query_passage, key_passage):
-    """Yields the number of each tile's first key, and its float32 scores (W, Q), one row per key.
-    The first tile has `first` keys; each later one has about `size` scores. Keys of the query's own
-    passage score -inf, as do the rows added to make W a multiple of BLOCK."""
+    """Yields, for each tile, the index of its first key and its float32 scores (W, Q), one row per
+    key. The first tile has `first` keys; each later one has about `size` scores. Keys of the
+    query's own passage score -inf, as do the rows added to make W a multiple of BLOCK."""
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
     buffer = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
@@ -347,7 +347,8 @@ def block_maxima(blocks):
     return maxima if maxima.amax() < torch.inf else blocks.nan_to_num_(*NOT_FINITE).amax(0)
 
 def just_below(maxima, n, dim):
-    """The next number below the n-th largest along dim, or below the smallest of fewer than n."""
+    """The largest float below the n-th largest value along dim, or below the smallest value if
+    there are fewer than n."""
     bar = maxima.topk(min(n, maxima.shape[dim]), dim, sorted=False).values.amin(dim)
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 

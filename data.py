@@ -318,8 +318,8 @@ class Example(NamedTuple):
     mentions: list | None       # None: to be found by mention_finder
     label: int | None           # index into CLAIM_LABELS; None: unknown, or not a claim
     answers: list               # names of entities, each a correct answer; empty for a claim
-    info: dict                  # the whole record. In the toy world it has other fields: subject,
-                                # bridge (the entity between two facts), …
+    info: dict                  # the whole record. In the toy world it also has subject, relations
+                                # (one or two), object, bridge (the entity between two facts)
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions,
@@ -957,7 +957,8 @@ def printable(text) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 def print_any_text():
-    """Makes print escape what a terminal cannot show. A notebook's streams have no such setting."""
+    """Makes `print` escape characters that a terminal cannot show. A notebook's streams have no
+    such setting."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -1217,7 +1218,8 @@ class CorpusWriter:
 
 # ---------------------------------------------------------------- Wikipedia
 
-# wiki is a command, as are kilt, task, check and toy further down. Their docstrings are their help.
+# wiki is a command, as are kilt, task, check and toy further down. The first line of a command's
+# docstring is its help.
 #
 # mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
 # \x03", and a template that is not in PRINTED becomes "\x04". XML cannot contain these characters,

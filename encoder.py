@@ -21,13 +21,15 @@ from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
     """A dataclass field that is also a flag of train.py. allowed: allowed values, or (minimum,
-    maximum). text: the help text. since: the first stage that depends on the setting; `train.py
-    --from` reuses the results of earlier stages."""
+    maximum). text: the help text. since: the first stage that depends on the setting, where
+    "corpus" means tokenising it; `train.py --from` reuses the results of earlier stages."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
 class Config:
-    """Sizes and variants of the model. The defaults are the paper's (§4.1, app. A, C.1.4)."""
+    """Sizes and variants of the model. The defaults are the paper's (§4.1, app. A, C.1.4). Fields
+    without `setting` have no flag: vocab_size and n_entities come from the corpus, n_blocks from
+    --blocks."""
     vocab_size: int = 30522
     hidden: int = setting(768, (1, 10_000), "width of the Transformer")
     n_heads: int = setting(12, (1, 1000), "attention heads")
@@ -53,8 +55,8 @@ class Config:
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of memory.EntityTable, a trained table that eq. 10 uses in
-                                # both baselines, and memory layers if memory is "entities"
+    n_entities: int = 0         # rows of memory.EntityTable, a trained table. Eq. 10 uses it in
+                                # both baselines, memory layers only if memory is "entities"
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; float32 where bfloat16 is slow")
 

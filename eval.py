@@ -135,8 +135,8 @@ def text_batch(opened, text):
     batch = train.examples_batch(opened.run, opened.task, [example]).to(opened.run.device)
     words = {i: example.text[m.start:m.end] for i, m in enumerate(example.mentions)}
     if n_left := len(words) - int((batch.mention >= 0).sum()):
-        train.say(f"{n_left} of the text's {len(words)} mentions are ignored: they overlap others, "
-                  "or the text is too long.", sys.stderr)
+        train.say(f"Mentions ignored: {n_left} of {len(words)}, which overlap others or are beyond "
+                  "--max-length.", sys.stderr)
     return batch, words | {-1: data.MASK}
 
 @torch.no_grad()
@@ -190,7 +190,8 @@ def masked_mention_figures(run, tome, memory, n=1000):
         queries = [BM25Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
                          correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
                    for m in mentions]
-        ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)    # inf: without a vote
+        # The rank of each mention's entity in BM25's vote (inf: no passage votes for it).
+        ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
     figures = {"masked_mention": {}, "same_entity_mass": {}}
     for group, found in measured.items():
         chosen, size = groups == group, {"n": found["n"]}
@@ -347,8 +348,8 @@ def by_size(run, tome, memory, shares, n=300):
     return rows
 
 def draw_run(figure, opened, blocks):
-    """Left: training. Right: accuracy against the share of the memory (like figure 2, but only the
-    memory of the evaluation varies)."""
+    """Left: training. Right: accuracy against the share of the memory (like the paper's figure 2,
+    but only the memory used for evaluation varies)."""
     left, right = figure.subplots(1, 2, sharey=True)
     draw_training(left, opened.run, blocks)
     shares = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -409,7 +410,8 @@ LEGENDS = {
           "the first 20 of the vote. visible, masked: attention to memories of their own entity.",
     "qa": "Fraction of questions answered correctly, with the memory and with each control (listed "
           "in eval.py). answerable: with an answer among the corpus's entities. recall@20, "
-          "bm25@20: with a correct answer among eq. 10's 20 best memories, or BM25's passages.",
+          "bm25@20: with a correct answer among eq. 10's 20 best memories, or linked in one of "
+          "BM25's 20 best passages.",
     "claims": "Fraction of claims judged correctly, with the memory and with each control (listed "
               "in eval.py)."}
 TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",

@@ -37,7 +37,7 @@ class Retrieved(NamedTuple):
     """What M mentions retrieve: K memories each, the best first after a search. If a search finds
     fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
     an excluded row has score -inf but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient (except GivenMemory's)
+    scores: torch.Tensor            # (M, K) query · key, with gradient except for given memories
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -96,7 +96,7 @@ class EntityTable(nn.Module):
     retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
 
 class MentionMemory:
-    """This process's N rows of the frozen table, as tensors (given as those or numpy arrays). A
+    """This process's N rows of the frozen table, as tensors. The arguments may be numpy arrays. A
     query never retrieves rows of its own passage ("disallowed same passage retrieval", §2.4)."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):

@@ -34,7 +34,8 @@ class TOMEBlock(nn.Module):
         self.transformer = TransformerBlock(config, n_layers)
 
     def forward(self, H, attention_mask, mentions, memory):
-        """H_l-1 (B, T, hidden) -> H_l, and Retrieved, or None without a memory."""
+        """H_l-1 (B, T, hidden) -> H_l, and Retrieved, or None without a memory. (With --memory none
+        there is a table for eq. 10, but no layer that attends to it.)"""
         found = None
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
@@ -50,7 +51,8 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        # z of eq. 10: compared with keys, so its size is d_K and not the d_C of app. A.2's z.
+        # z of eq. 10: compared with keys, so its size is d_K and not the d_C of app. A.2's z. Set
+        # by fit_retrieval, otherwise random until stage tome trains it.
         self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
         self.entities = EntityTable(config) if config.n_entities else None  # both baselines
@@ -188,8 +190,9 @@ def claim_logits(tome, H, batch):
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_entities(tome, H, batch, memory, asked):
-    """Retrieved (n, K) of the n mentions where `asked` (M,) is true: all linked mentions in stage
-    tome (§2.4), and the final [MASK] of a question (§4.4). Their query is z of eq. 10."""
+    """Retrieved (n, K) of the n mentions where `asked` (M,) is true: in stage tome linked mentions
+    (§2.4), in fine-tuning the final [MASK] of a question (§4.4) or the masked entity of a cloze.
+    Their query is z of eq. 10."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
@@ -198,7 +201,7 @@ def retrieve_entities(tome, H, batch, memory, asked):
 # fit_retrieval is the second of the three parts of batch-tome (see train.BatchTOMEStage).
 
 @torch.no_grad()
-def start_positions(model):
+def sinusoidal_positions(model):
     """Sets position embeddings to sinusoids (Vaswani et al. 2017), scaled like the other embeddings
     and trainable. With random ones the toy model takes longer to start learning."""
     position = model.tome.embeddings.position.weight                    # (positions, hidden)

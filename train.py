@@ -50,7 +50,7 @@ from encoder import Config, beside, low_precision, precision_on, setting, weight
 from memory import GivenMemory, MentionMemory, build_memory, encode_passages, load_memory
 from tome import (TOME, BatchTOME, claim_logits, coreference_loss, entity_prediction_loss,
                   fit_retrieval, mlm_loss, part_of, predict_entity, read_published,
-                  retrieve_entities, share_of_mean, split_into_blocks, start_positions)
+                  retrieve_entities, share_of_mean, sinusoidal_positions, split_into_blocks)
 
 GROUPS = ("seen", "unseen")     # entities that training passages link, and all others (§4.5)
 
@@ -64,8 +64,9 @@ class Schedule:
 
 @dataclass
 class Settings:
-    """The settings of a run, except the model's (encoder.Config). Each but the schedule is a flag,
-    such as --passage-length. Defaults are the paper's values where it gives them (app. A, B.1)."""
+    """The settings of a run, except the model's (encoder.Config). Each except the schedule is a
+    flag, such as --passage-length. Defaults are the paper's values where it gives them (app. A,
+    B.1)."""
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
@@ -74,7 +75,7 @@ class Settings:
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
-    token_rate: float = setting(0.1, (0, 1), "fraction of other tokens that are masked")
+    token_rate: float = setting(0.1, (0, 1), "fraction of tokens outside mentions that are masked")
     coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
     coref_entities: int = setting(10**6, (1, 10**9), "coreference uses only this many of the most "
                                   "frequent entities (eq. 10 uses all)")
@@ -102,10 +103,11 @@ class Settings:
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity in the other steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
+    # As in pre-training. (The 32 processes that the paper fine-tunes with would offer 1,024.)
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning, which learns only from "
                               "answers among these memories", "finetune")
-    # log_every decides which weights can be the best ones in fine-tuning. Otherwise these three
-    # change no result.
+    # log_every decides at which steps fine-tuning is evaluated, and so which weights can be kept as
+    # the best. Apart from that, the next three settings affect no result.
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
@@ -121,8 +123,8 @@ class Plan(Schedule):
     """How a stage is trained; stored in the stage's file."""
     kind: str = "batch-tome"        # or "tome", "claims", "qa"
     blocks: int = 1                 # TOME-1 or TOME-2
-    n_search: int = setting(0, (0, 10**9), "buckets of the memory to search, of 4 sqrt(rows); 0: "
-                            "exact search")
+    n_search: int = setting(0, (0, 10**9), "number of buckets to search, out of the memory's 4 "
+                            "sqrt(rows); 0: exact search")
     start: list | None = None       # --start: [[path, checksum]], or [["scratch", 0]]
     examples: list | None = None    # --examples and its dev file: [path, checksum] each
 
@@ -138,8 +140,8 @@ class Plan(Schedule):
         return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, batches and losses. One loop, below, trains all stages; stage `memory` is
-# memory.build_memory. Each loss is this process's share of the mean over the whole batch, so the
+# A stage has a model, batches and losses. One loop, below, trains all stages except `memory`, which
+# is memory.build_memory. Each loss is this process's share of the mean over the whole batch, so the
 # gradients of all processes add up to the gradient of the whole batch.
 #
 # `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
@@ -202,9 +204,8 @@ class BatchTOMEStage:
 
     A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
     toy and mini train in three parts. Preset base, with a million steps, has only the third.
-    1. Own values: MLM and coreference train [E_start] and [E_end] to encode their mention. Each
-       mention gets its own value, so that the layers above learn to read values
-       (memory.OwnValues).
+    1. Own values: coreference trains [E_start] and [E_end] to encode their mention. Each mention
+       gets its own value (memory.OwnValues), so MLM teaches the layers above to read values.
     2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
     3. Retrieval: each mention attends to the other passages of the batch, as in the paper."""
     def __init__(self, run, plan):
@@ -215,6 +216,7 @@ class BatchTOMEStage:
         self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
         self.support = supporting_passages(corpus, self.eval_mentions)
         count = corpus.entity_count
+        # The count of the least frequent entity used; at least 1 excludes entity 0 and unseen ones.
         least = max(1, np.sort(count)[-min(run.settings.coref_entities, len(count))])
         self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
         if run.path(plan).exists():                             # weights come from the checkpoint
@@ -274,8 +276,9 @@ class BatchTOMEStage:
         self.model.train()
 
     def evaluate(self):
-        """masked_mentions over a small memory, for speed. The head of eq. 10 is not trained in this
-        stage (the fit may set it), so "entity" and "recall@20" mean little."""
+        """masked_mentions over a small memory, for speed: as in stage tome, it is made from the
+        unmasked text and searched. Before the fit, retrieval is random. The head of eq. 10 is not
+        trained in this stage (the fit may set it), so "entity" and "recall@20" mean little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -291,7 +294,8 @@ class TOMEStage:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
         start_from(run, self.model, plan)       # only with --start
-        # All of it, and the part without held-out passages. (A baseline's is in the model.)
+        # The whole memory, and its rows of passages that are not held out. (A baseline's memory is
+        # in the model.)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         if not run.is_baseline:
             fraction = run.settings.memory_fraction
@@ -408,9 +412,9 @@ def optimizer_for(run, model, kind):
     with the same weight decay). Where the losses are new to a trained model (in fine-tuning, and
     with --init), lower_lr_scale multiplies the learning rate of embeddings and layers below the
     memory. The first memory layer's queries are made from H0, the output of these layers. TOME-2 is
-    fine-tuned on questions about one and two facts together. Eq. 10's search alone answers those
-    about one fact, so they would change H0 without keeping these queries useful, before questions
-    about two facts are learned."""
+    fine-tuned on questions about one fact and about two. Questions about one fact can be answered
+    by eq. 10's search alone. At the full learning rate they would change H0, and make the first
+    layer's queries useless, before questions about two facts are learned."""
     groups, is_scaled = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_below_memory = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -448,8 +452,8 @@ class Training:
         say(f"{self.plan.name}: resumed at step {self.progress['step']:,}.")
         for name, n in machine().items():
             if about[name] != n:
-                say(f"{self.plan.name}: began on {about[name]} {name} and continues on {n}, so the "
-                    "result matches an uninterrupted run only up to rounding.")
+                say(f"{self.plan.name}: the number of {name} was {about[name]} and is now {n}, so "
+                    "the result matches an uninterrupted run only up to rounding.")
 
     def train_step(self):
         """One step. Returns {loss: its mean over the batch of all processes}."""
@@ -570,7 +574,7 @@ def new_batch_tome(run, seed):
     model = BatchTOME(TOME(run.batch_tome_config))
     if run.init:
         return with_published(run, model)
-    start_positions(model)
+    sinusoidal_positions(model)
     return model
 
 def open_memories(run, tome, n_search):
@@ -841,10 +845,10 @@ def task_examples(run, task, path):
     n_left_out = sum(len(e.mentions) for e in examples) - n_used
     n_without = sum(not e.mentions for e in examples)
     if n_left_out:
-        say(f"{path}: {n_left_out:,} mentions are not used: they overlap others, are beyond "
-            "--max-length, or come after the first 32 of an example.", sys.stderr)
+        say(f"{path}: mentions not used: {n_left_out:,} (they overlap others, are beyond "
+            "--max-length, or come after the first 32 of an example).", sys.stderr)
     if n_without:
-        say(f"{path}: {n_without:,} of {len(examples):,} examples have no mention.", sys.stderr)
+        say(f"{path}: examples without a mention: {n_without:,} of {len(examples):,}.", sys.stderr)
     return examples
 
 def read_task_examples(run, plan):
@@ -935,7 +939,8 @@ def start_from(run, tome, plan):
     tome.load_state_dict(split_into_blocks(fresh, run.config))
     if path != "scratch":
         saved = read_start(run, path)
-        with intact(f"--start {path}:", "it contains no TOME of these dimensions", "give another"):
+        what = "it contains no TOME with the run's dimensions"
+        with intact(f"--start {path}:", what, "give another"):
             lacks, unused = tome.load_state_dict(saved, strict=False)       # refuses another shape
             if layers := [name for name in lacks + unused if "layers." in name]:
                 raise ValueError(f"its layers differ: {', '.join(layers)}")
@@ -1654,7 +1659,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "
-                  'it is with --steps 0) or, with "scratch", from random weights'},
+                  'it is with --steps 0) or, with "scratch", from new weights (random, or '
+                  "--init's)"},
         "task": {"choices": ("claims", "qa"), "help": "what --stage finetune trains"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
@@ -1744,7 +1750,7 @@ def main(argv=None):
             if args.stage in ("tome", "finetune") and not args.quiet:
                 status = report(args, plan)
     except KeyboardInterrupt as stop:
-        say(f"{str(stop) or 'Stopped'}; the same command continues.")
+        say(f"{str(stop) or 'Stopped'}; run the same command again to continue.")
         status = 130
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
@@ -1756,8 +1762,8 @@ def main(argv=None):
             status = data.complain("train.py", "another process has ended, or the processes cannot "
                                    f"reach each other ({reason:.500}); fix the cause and rerun")
         elif data.is_out_of_memory(error):
-            status = data.complain("train.py", f"out of memory ({reason:.150}); the same command "
-                                   "continues from the last checkpoint")
+            status = data.complain("train.py", f"out of memory ({reason:.150}); run the same "
+                                   "command again to continue from the last checkpoint")
         else:
             raise
     finally:

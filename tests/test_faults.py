@@ -117,7 +117,7 @@ def test_a_command_ended_by_a_signal_saves_and_says_how_to_continue(reference, s
             data.encode_text = then(data.encode_text, 50)
 
     code, said = run(arguments, fault)
-    assert code == 130 and "the same command continues" in said and "Traceback" not in said, said
+    assert code == 130 and "run the same command again to continue" in said and "Traceback" not in said, said
     assert not list(out.rglob("*.tmp"))
     if stage == "tome":
         assert train.read_checkpoint(out / "tome-1.pt")["about"]["step"] == 3

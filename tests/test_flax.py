@@ -467,7 +467,7 @@ def test_an_unusable_init_is_refused_before_anything_is_written(tmp_path, damage
     assert not (tmp_path / "run").exists()
 
 @pytest.mark.parametrize("wrong, message", [("a BATCH-TOME", "give it to --init"),
-                                            ("a TOME-2", "contains no TOME of these dimensions"),
+                                            ("a TOME-2", "contains no TOME with the run's dimensions"),
                                             ("scratch", "leave --start out")])
 def test_a_start_file_of_the_wrong_kind_is_refused_in_one_sentence(tmp_path, wrong, message, capsys):
     command, _ = command_with_init(tmp_path, "tome", n_upper=4)

@@ -11,7 +11,7 @@ import ann
 from encoder import Config, Packing, SpanEncodingLayer, TransformerBlock
 from memory import BatchMemory, EntityTable, GivenMemory, MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
-                  predict_entity, split_into_blocks, start_positions)
+                  predict_entity, sinusoidal_positions, split_into_blocks)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_upper=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -131,7 +131,7 @@ def test_in_reading_practice_a_mention_gets_its_own_value_from_the_unmasked_text
 
 def test_position_embeddings_start_as_sinusoids_scaled_like_the_other_embeddings():
     model = BatchTOME(TOME(TINY))
-    start_positions(model)
+    sinusoidal_positions(model)
     position, std = model.tome.embeddings.position.weight.detach(), TINY.init_std
     for p in range(TINY.max_positions):
         for i in range(0, TINY.hidden, 2):
