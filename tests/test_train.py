@@ -315,7 +315,7 @@ def test_resuming_with_another_number_of_threads_is_reported_once(before, refere
         said = works("tome", out)
     finally:
         torch.set_num_threads(n)
-    assert said.count(f"on {n} threads") == 1 and f"on {n + 1}" in said and "rounding" in said
+    assert said.count(f"threads was {n} and is now {n + 1}") == 1 and "rounding" in said
 
 # ---- Contract 6: the chain of checksums ----------------------------------------------------------
 
