@@ -10,7 +10,7 @@
 All searches return scores in descending order, and ties in ascending order of id. They exclude keys
 from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
 fewer than k keys remain, the rest have score -inf and id -1. Keys may be float32, float16 or
-bfloat16, and may be numpy memory maps; scores are float32, without gradient.
+bfloat16, and may be numpy memory maps; scores are float32. Only those of plain_topk have gradients.
 
 The functions for several processes also work in a single one without a process group."""
 from itertools import pairwise
@@ -358,8 +358,10 @@ def high_scores(blocks, maxima, bar):
     block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also if a maximum is NaN
     a, b = block // maxima.shape[1], block % maxima.shape[1]
     # The scores of these blocks. gather is faster than indexing, but needs contiguous blocks.
-    flat = blocks.flatten(1) if blocks.is_contiguous() else None
-    found = blocks[:, a, b] if flat is None else flat.gather(1, block.expand(len(flat), -1))
+    if blocks.is_contiguous():
+        found = blocks.flatten(1).gather(1, block.expand(len(blocks), -1))
+    else:
+        found = blocks[:, a, b]
     found = found.nan_to_num_(*NOT_FINITE)
     high = (found > bar.expand_as(maxima)[a, b]).flatten().nonzero()[:, 0]
     j, i = high // len(block), high % len(block)

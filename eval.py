@@ -188,7 +188,7 @@ def masked_mention_figures(run, tome, memory, n=1000):
         gains = np.array([item.share - other.share for item, other in zip(items, alone)])
         articles = corpus.article[corpus.passage_of(mentions)]
         queries = [BM25Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
-                         correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
+                             correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
                    for m in mentions]
         # The rank of each mention's entity in BM25's vote (inf: no passage votes for it).
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
