@@ -26,9 +26,9 @@ def dot(queries, keys):
         return queries.float() @ keys.float().mT
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
-    """The definition of what the searches below find, with the arguments of exact_topk, for tests
-    and empty results. MentionMemory.retrieve recomputes the scores of what a search finds, with
-    gradient."""
+    """The definition of what the searches below find, used in tests and for empty results. The
+    arguments are those of exact_topk. The other searches have no gradient, so
+    MentionMemory.retrieve recomputes the scores of the keys that they find."""
     scores = allowed_scores(queries, torch.as_tensor(keys), query_passage, key_passage)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)
@@ -110,8 +110,8 @@ class BucketedIndex:
         # A list of the buckets' keys, (d, count) each.
         self.keys = [keys[id].T.contiguous() for id in self.id.split(self.count.tolist())]
         self.passage = key_passage
-        # A search finds k + largest_passage keys, so that k remain after those from the query's own
-        # passage are excluded.
+        # A search finds k keys and as many more as the largest passage has, so that k remain after
+        # those from the query's own passage are excluded.
         sizes = [] if key_passage is None else key_passage.unique(return_counts=True)[1].tolist()
         self.largest_passage = max(sizes, default=0)
 
@@ -216,8 +216,8 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
 @torch.no_grad()
 def fetch(ids, tables):
     """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
-    tables: this process's shards, all of the same length. A process requests each row once, however
-    often it needs the row; besides ids and rows, only counts are sent."""
+    tables: this process's shards of them, all with the same number of rows. A process requests each
+    row once, however often it needs the row; besides ids and rows, only counts are sent."""
     (rank, size), device, found = rank_and_size(), ids.device, ids >= 0
     if size == 1 and len(tables[0]) > 0:                    # the same, without sorting the ids
         row = ids.clamp(min=0).flatten()
@@ -239,12 +239,12 @@ def fetch(ids, tables):
     return filled
 
 # ==== Set apart: fast search ======================================================================
-# Exact search computes scores tile by tile (app. C.1.1). A GPU then takes the k best of each tile.
-# On a CPU that would take longer than computing the scores. So a CPU divides the scores into
-# blocks, takes the maximum of each, and looks only into the few blocks whose maximum is above a
-# bar, a score that about k keys reach.
+# Exact search computes scores tile by tile, where a tile is all queries × some keys (app. C.1.1). A
+# GPU then takes the k best of each tile. On a CPU that would take longer than computing the scores.
+# So a CPU divides each query's scores into blocks, takes the maximum of each, and looks only into
+# the few blocks whose maximum is above the query's bar, a score that about k keys reach.
 
-BLOCK = 16          # scores per block, spread over a tile; blocks with low maxima are skipped
+BLOCK = 16          # scores per block: every (W / 16)-th of a query's W scores in a tile
 CPU_TILE = 3 * 2 ** 20      # scores computed at a time, so that they stay in the cache
 GPU_TILE = 2 ** 27          # on a GPU: few, large kernels
 FEW_SCORES = 2 ** 19        # up to this many scores, torch.topk is faster than blocks
@@ -255,15 +255,15 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The k best of all keys for every query: scores, ids (Q, k). queries (Q, d); keys (N, d),
     which may be on disk; query_passage (Q,), key_passage (N,).
 
-    On a CPU each query's bar is guessed from the first keys. If it turns out that fewer than k
-    scores are above it, the query is searched again with a safe bar."""
+    On a CPU each query's bar is guessed from the first keys. If fewer than k scores turn out to be
+    above it, the query is searched again with a safe bar, which is never too high."""
     keys, Q, N = torch.as_tensor(keys), len(queries), len(keys)
     if Q == 0 or k == 0 or N == 0:
         return plain_topk(queries, queries[:0], k)                  # k empty places per query
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
     if k < N and Q * N <= FEW_SCORES:
-        # torch.topk returns ties in any order. Without ties, its scores are strictly decreasing.
+        # torch.topk returns ties in any order, so its result counts only if k + 1 scores differ.
         best = allowed_scores(queries, keys, query_passage, key_passage).topk(k + 1)
         if best.values.isfinite().all() and (best.values.diff() < 0).all():
             return best.values[:, :k], best.indices[:, :k]
@@ -275,17 +275,18 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     return best
 
 def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
-    """The k best of each query among its scores above the bar. A safe bar is at most the k-th best
+    """The k best of each query among its scores above the bar. A safe bar is below the k-th best
     score so far. A guess assumes that the keys are in random order: if half of the keys have been
-    read, about k / 2 of the k best are among them. The bar is set by the first tile. It is raised
-    when too many scores are above it; a guessed bar is also raised once after a few more tiles."""
+    read, about k / 2 of the k best are among them, so a guessed bar is a little below the
+    (k / 2)-th best score. The first tile sets the bar. It is raised when too many scores are above
+    it; a guessed bar is also raised once after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
-    # Enough keys for a good guess (8 of the k best), but below 32 MB: malloc returns larger blocks
-    # to the system, and getting new ones takes as long as filling them.
-    first = max(k, CPU_TILE // Q, min(max(8192, 8 * N // k), 2 * CPU_TILE // Q))
+    # Enough keys for a good guess (about 8 of the k best), but less than 32 MB of scores: malloc
+    # returns larger buffers to the system, and getting new ones takes as long as filling them.
+    first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
-        expected = k * n_read / N       # of the k best; rarely more than 4 standard deviations off
+        expected = k * n_read / N       # of the k best among the keys read, ± 4 standard deviations
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
         maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
         if start == 0:          # the rank-th best maximum is at most the rank-th best score
@@ -321,12 +322,12 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges each tile's k best. (The `nonzero` in `tiles` waits for the GPU,
-    which costs time for each tile.)"""
+    """exact_topk on a GPU: merges each tile's k best. (Few, large tiles are faster, also because
+    the `nonzero` in `tiles` waits for the GPU each time.)"""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]
-        codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row    # no two are equal
+        codes = falling(scores.nan_to_num_(*NOT_FINITE)) * 2 ** 31 + row    # breaks ties by row
         row = codes.topk(min(k, len(scores)), 0, largest=False).values & 0x7FFFFFFF
         score, id = scores.gather(0, row).T, start + row.T
         best = best_of(torch.cat([best[0], score], 1), torch.cat([best[1], id], 1), k)
@@ -335,10 +336,10 @@ def best_of_tiles(queries, keys, k, query_passage, key_passage):
 def falling(scores):
     """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
     bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
-    # Apart from the sign bit, the bits of a float rise with its magnitude.
+    # Apart from the sign bit, a float's bits rise with its magnitude; ^ flips those of negatives.
     return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
 
-# ---- the scores above a bar
+# ---- the scores above a bar; (A, B) is (blocks per query, Q) or (Q, blocks per query)
 
 def block_maxima(blocks):
     """The maxima (A, B) of blocks (size, A, B). Sets scores that are not finite to -inf."""
@@ -396,7 +397,7 @@ def search_buckets(index, queries, k, n_search, query_passage):
     width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
     scores = torch.full((Q * width,), -torch.inf, device=device)
     begin = torch.arange(0, Q * width, width, device=device)[:, None]
-    begin = (begin + count.cumsum(1) - count).flatten()       # of each (query, bucket), rising
+    begin = (begin + count.cumsum(1) - count).flatten()       # where each (query, bucket) begins
     buckets, n_asking = (x.tolist() for x in probed.unique(return_counts=True))
     if 4 * Q < len(buckets):        # few queries per bucket: query by query
         rows = zip(probed.view(Q, -1).tolist(), queries.float(), scores.view(Q, width))

@@ -32,14 +32,14 @@ class Mention(NamedTuple):
     """A mention in a text, as in the files of corpora and examples."""
     start: int              # character offsets, end exclusive
     end: int
-    entity: str | None      # None: mentioned, but not linked
+    entity: str | None      # the entity that it is linked to (refers to); None: it is not linked
 
 class Text(NamedTuple):
     """A line of a corpus file. All texts with the same title form one article."""
     title: str
     text: str
     mentions: list
-    split: str | None = None    # "train", "held_out" or None: the title decides
+    split: str | None = None    # "train" or "held_out"; None: a checksum of the title decides
 
 class Passage(NamedTuple):
     """A part of a text as the model reads it: n tokens and m mentions."""
@@ -52,9 +52,9 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
     Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
     every token that it touches. Mentions in a passage never share a token, since masking one would
-    hide part of the other. Linked mentions are placed first. Within each kind, earlier mentions are
-    placed before later ones, and longer before shorter ones with the same start. A mention that
-    overlaps one already placed is dropped.
+    hide part of the other. So a mention that shares a token with one already placed is dropped.
+    Linked mentions are placed before unlinked ones, then earlier before later ones, and, if the
+    start is the same, longer before shorter ones.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
     dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
@@ -104,12 +104,12 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 #   mention_entity (M,)         index into entity_names; 0 = not linked
 #   mention_char (M, 2)         character offsets in the text
 #   article, held_out (P,)      index into titles; whether the passage is kept out of training
-#   replaced (P,)               whether --replace has removed the passage from the memory
+#   replaced (P,)               whether an appended article replaces the passage's own (--replace)
 #   text (bytes,), text_at (P, 2)       all texts in UTF-8; start and end of each passage's text
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
 #   entity_count (E,)           number of linked mentions of each entity in training passages
 #   tokenizer, special, vocab_size      the tokenizer; the ids of its special tokens; its size
-#   maskable (vocab_size,), words   which tokens may be masked; ids of random replacements
+#   maskable (vocab_size,), words   which tokens may be masked; ids that may replace one at random
 #   meta                        counts, what was dropped, what it was made from
 #
 # The fields of a Batch with one entry per row, and the fields with one entry per mention:
@@ -127,7 +127,7 @@ class Batch:
     row: torch.Tensor               # (M,) the mention's row …
     start: torch.Tensor             # (M,) … and the columns of its markers
     end: torch.Tensor               # (M,)
-    entity: torch.Tensor            # (M,) 0 = not linked
+    entity: torch.Tensor            # (M,) index into entity_names; 0 = not linked, or unknown
     passage: torch.Tensor           # (M,) number in the corpus, -1 = none (an example)
     mention: torch.Tensor           # (M,) number in the corpus or in its example; -1 = the mention
                                     # [E_start] [MASK] [E_end] at the end of a question
@@ -184,8 +184,8 @@ def inside_mentions(batch) -> np.ndarray:
     return owner
 
 def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity=False) -> Batch:
-    """The batch with tokens to predict (app. A): a fraction mention_rate of its mentions (at least
-    one), each masked as a whole, and a fraction token_rate of the tokens outside all mentions.
+    """The batch with tokens to predict (app. A): all tokens of a fraction mention_rate of its
+    mentions (at least one mention), and a fraction token_rate of the tokens outside all mentions.
 
     rng: a numpy Generator. all_of_entity: if a linked mention is masked, all mentions of its entity
     in the same passage are masked too."""
@@ -200,7 +200,7 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
             also = np.isin(pair, pair[chosen]) & (batch.entity.numpy() > 0)
             chosen = np.union1d(chosen, np.flatnonzero(also))
         is_target |= np.isin(inside_mentions(batch), chosen)
-    # As in BERT, 80% of these tokens (also in mentions) become [MASK], 10% a random word; 10% stay.
+    # As in BERT, each token to predict becomes [MASK] (80%) or a random word (10%), or stays (10%).
     fate = rng.random(is_target.sum())
     other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
     read = tokens.copy()
@@ -216,7 +216,7 @@ def eval_batch(corpus, mentions) -> Batch:
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of the held-out mentions that the memory can fill in but their own passage cannot.
+    """Numbers of held-out mentions that can be filled in from memory, but not from their passage.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
     the mention's own passage. Mentions of the article's title are left out: filling one in means
@@ -241,8 +241,8 @@ def related_clusters(corpus, size, seed, passages) -> list:
 
     Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
     max(POOL, 2 * size) articles, they are divided into random pools, each clustered by itself. A
-    pool has at least half of this maximum, so at least `size` passages, and leaves fewer than
-    `size` in an unfilled cluster. The passages of unfilled clusters are clustered again."""
+    pool gets at least half that many articles, so at least `size` passages, and fills every cluster
+    except perhaps its last. The passages of unfilled clusters are clustered again."""
     passages, clusters = np.sort(passages), []
     while True:
         articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -256,13 +256,13 @@ def related_clusters(corpus, size, seed, passages) -> list:
         unfilled = [cluster for cluster in found if len(cluster) < size]
         passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # there may be none
 
-def articles_with(keys) -> dict:
-    """{key: array of articles}, from the set of keys of each article."""
+def articles_with(features) -> dict:
+    """{feature: array of the articles that have it}. features: a set for each article."""
     found = defaultdict(list)
-    for article, own in enumerate(keys):
-        for key in own:
-            found[key].append(article)
-    return {key: np.array(articles) for key, articles in found.items()}
+    for article, own in enumerate(features):
+        for feature in own:
+            found[feature].append(article)
+    return {feature: np.array(articles) for feature, articles in found.items()}
 
 def greedy_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages, made by greedily adding the most related article.
@@ -270,8 +270,8 @@ def greedy_clusters(corpus, size, seed, passages) -> list:
     A cluster starts from the article with the most unused passages. Articles are added until it is
     full, each time the one whose set of entities has the largest Jaccard similarity to the
     cluster's. Ties between related articles are broken in favour of one whose title shares a word
-    with a title in the cluster (our addition), then at random. Without this rule, names in a batch
-    rarely look alike, and the model learns to read only one word of each."""
+    with a title in the cluster, then at random. The rule about titles is our addition. Without it,
+    names in a batch rarely look alike, and the model learns to read only one word of each name."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are renumbered at random, because argmax takes the first of equal values.
     place = np.random.default_rng(seed).permutation(len(numbers))
@@ -313,7 +313,7 @@ def greedy_clusters(corpus, size, seed, passages) -> list:
 # ---------------------------------------------------------------- examples: claims and questions
 
 class Example(NamedTuple):
-    """A claim, a cloze or a question."""
+    """A claim, a question, or a cloze (a claim with one entity hidden; see example_batch)."""
     text: str
     mentions: list | None       # None: to be found by mention_finder
     label: int | None           # index into CLAIM_LABELS; None: unknown, or not a claim
@@ -322,15 +322,15 @@ class Example(NamedTuple):
                                 # (one or two), object, bridge (the entity between two facts)
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
-    """Yields one Passage per example: the start of its text that fits into max_length positions,
-    with the first max_mentions mentions of its list (app. B.1).
+    """Yields one Passage per example: the start of its text that fits into max_length positions.
+    Only the first max_mentions of the example's mentions are used (32 in app. B.1).
 
     A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], with index -1."""
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # A million characters never fit, unless nearly all of them are spaces.
+        # To save time: a million characters never fit, unless nearly all of them are spaces.
         encoding = tokenizer.encode(example.text[:1_000_000], add_special_tokens=False)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -374,15 +374,15 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # guessed, only looked up or memorised.
 #
 # Five passages per subject, of one to three sentences, so that the model also learns to find facts
-#     in a passage of one sentence. Each fact is stated in four of them (in all five, if it is the
-#     only one), each time in different words. If one of these is held out and one only describes
-#     the fact (see below), two training passages still state it.
+#     in a passage of one sentence. Each fact is stated in four of the five (a subject's only fact
+#     in all five), each time in different words. Even if one of the four is held out and another
+#     only describes the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. The model is trained
 #     on one. In the other, a fifth as large, memorised facts are no help: all entities are new.
-# Described facts. For half of the facts in the examples' "train" split, one of the four passages
-#     says "Silent Garden's director is well known." instead, where "director" is a mention of Alma
-#     Verran. This teaches the model to resolve such a description, which is the first hop of the
-#     question "Where was Silent Garden's director born?". Questions do not link descriptions.
+# Described facts. For half of the facts in split "train" (see toy_world), one of the four passages
+#     says "Silent Garden's director is well known." instead, where "director" is linked to Alma
+#     Verran. This teaches the model to resolve such a description, the first hop of the question
+#     "Where was Silent Garden's director born?". In questions and claims, "director" is not linked.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
 #     facts with this relation. So an object is about as frequent in false claims as in true ones,
 #     and a claim by itself does not show whether it is true.
@@ -415,8 +415,8 @@ def toy_world(seed=0) -> tuple:
 
     examples = {}
     for split, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
-        # The answer's fact is never described (a first hop may be). Otherwise the model would use
-        # descriptions, which other splits lack (tests/README.md, "Descriptions at the answer").
+        # No example asks for a described fact (a first hop may be one). Otherwise the model would
+        # use descriptions, which other splits lack (tests/README.md, "Descriptions at the answer").
         plain = {fact: obj for fact, obj in splits[split].items() if fact not in described}
         one = toy_examples(rng, one_hop(plain), limit)
         two = toy_examples(rng, two_hops(splits[split], plain), limit)
@@ -499,40 +499,40 @@ def one_hop(plain) -> list:
             for (subject, relation), obj in plain.items()]
 
 def two_hops(facts, plain) -> list:
-    """What can be asked about two facts, "Where was X's director born?". The director is the bridge
-    from the first fact to the second, which is in `plain`. The answer is never X itself."""
+    """What can be asked about two facts: "Where was X's director born?". The director is the bridge
+    from the first fact to the second, one of `plain` (not described). X is never the answer."""
     return [{"subject": subject, "relations": [first, second], "object": plain[bridge, second],
              "bridge": bridge} for (subject, first), bridge in facts.items()
             for second in RELATIONS if plain.get((bridge, second)) not in (None, subject)]
 
-def example_sentence(fact, phrase, claimed=None) -> tuple:
-    """A sentence for toy_line about the fact's subject or, in two hops, about "subject's noun"."""
-    subject, noun = fact["subject"], RELATIONS[fact["relations"][0]].noun
-    if "bridge" in fact:
+def example_sentence(item, phrase, claimed=None) -> tuple:
+    """A sentence for toy_line about an item of one_hop or, with "subject's noun", of two_hops."""
+    subject, noun = item["subject"], RELATIONS[item["relations"][0]].noun
+    if "bridge" in item:
         phrase = re.sub(r"\bS\b", "S's N", phrase)
     return phrase, {"S": (subject, subject), "N": (noun, None), "O": (claimed, claimed)}
 
 def toy_examples(rng, asked, limit) -> dict:
-    """{"qa": lines, "claims": lines}: at most `limit` of each, about facts in random order.
+    """{"qa": lines, "claims": lines}: at most `limit` of each, about random items of `asked`.
 
-    limit: None = all facts, each in both wordings of its relation's questions and claims, so that
-    examples are harder to memorise. Two claims share a fact, so limit / 2 facts have claims."""
+    asked: from one_hop or two_hops. limit: None = all, each in both wordings of its questions and
+    claims, which hinders memorising. Two claims share an item, so limit / 2 items have claims."""
     qa, claims, objects = [], [], defaultdict(list)
-    for fact in asked:
-        objects[fact["relations"][-1]].append(fact["object"])
+    for item in asked:
+        objects[item["relations"][-1]].append(item["object"])
     for i in rng.permutation(len(asked))[:limit]:
-        fact, obj = asked[i], asked[i]["object"]
-        relation = RELATIONS[fact["relations"][-1]]
+        item, obj = asked[i], asked[i]["object"]
+        relation = RELATIONS[item["relations"][-1]]
         for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
-            qa.append(toy_line("question", [example_sentence(fact, phrase)], answers=[obj], **fact))
-        wrong = [other for other in objects[fact["relations"][-1]] if other not in fact.values()]
+            qa.append(toy_line("question", [example_sentence(item, phrase)], answers=[obj], **item))
+        wrong = [other for other in objects[item["relations"][-1]] if other not in item.values()]
         if not wrong:
             continue
         for phrase in relation.claims if limit is None else [rng.choice(relation.claims)]:
             other = wrong[rng.integers(len(wrong))]
             for claimed, label in ((obj, "SUPPORTS"), (other, "REFUTES")):
-                said = example_sentence(fact, phrase, claimed)
-                claims.append(toy_line("text", [said], label=label, **fact))
+                said = example_sentence(item, phrase, claimed)
+                claims.append(toy_line("text", [said], label=label, **item))
     return {"qa": qa, "claims": claims[:limit]}
 
 # ---------------------------------------------------------------- the words of the toy world
@@ -717,7 +717,7 @@ def read_records(path, make, errors=None):
         try:
             if line.strip():
                 record = json.loads(line)
-                json.dumps(record, ensure_ascii=False).encode()     # refuses lone surrogates
+                json.dumps(record, ensure_ascii=False).encode()     # raises if not valid Unicode
                 yield make(record)
         except (ValueError, RecursionError) as error:
             reason = error
@@ -748,7 +748,7 @@ def fields(where, record, **allowed) -> list:
     return [record.get(name) for name in allowed]
 
 def mentions_of(spans, text) -> list | None:
-    """The Mentions of a record's field `mentions`; None if it has none."""
+    """The Mentions in `spans`, a record's field "mentions"; None if the field is missing."""
     mentions = []
     for i, span in enumerate(spans or []):
         start, end, entity = fields(f"mentions[{i}].", span, start=[int], end=[int],
@@ -788,9 +788,9 @@ def read_examples(path, task) -> list:
         raise UserError(f"{path}: contains no example; give a file with one JSON object per line")
     return examples
 
-# ---------------------------------------------------------------- mentions of texts without them
+# ---------------------------------------------------------------- finding the mentions of a text
 
-# A word, a punctuation mark, or one character of Chinese or Japanese, which use no spaces.
+# Finds words and punctuation marks, and single characters in Chinese and Japanese (no spaces).
 WORDS = pre_tokenizers.Split(
     Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
           r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
@@ -800,8 +800,8 @@ WORDS = pre_tokenizers.Split(
 ALIKE = str.maketrans("_‘’ʻʼ′＇‐‑‒–−－“”„", " ''''''------\"\"\"")
 
 def split_words(text) -> tuple:
-    """(words, spans): the words of a text, normalised so that case, soft hyphens, and composed or
-    decomposed Unicode make no difference; their (start, end) in the text."""
+    """(words, spans): the words of a text, and the (start, end) of each in the text. Words are
+    normalised: case, soft hyphens, and composed or decomposed Unicode make no difference."""
     pieces = WORDS.pre_tokenize_str(text.translate(ALIKE))
     words = [unicodedata.normalize("NFC", word).lower().replace("\xad", "") for word, _ in pieces]
     return words, [span for _, span in pieces]
@@ -811,7 +811,7 @@ def without_bracket(name) -> str:
     return re.sub(r"[\s_]*\([^()]*\)$", "", name)
 
 def name_index(names) -> dict:
-    """First word -> number of words, largest first -> words -> name, for find_mentions. Names are
+    """{first word: {number of words, largest first: {words: name}}}, for find_mentions. Names are
     indexed without a final "(…)". If names become equal, one without "(…)" is preferred."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
@@ -894,7 +894,7 @@ def sync_folder(path):
         os.close(folder)
 
 def link(source, target):
-    """Links a file, or copies it where links are not possible. Replaces `target`."""
+    """Makes `target` a hard link to `source` or, if that fails, a copy. Replaces a `target`."""
     Path(target).unlink(missing_ok=True)        # a killed command may have left it
     try:
         os.link(source, target)
@@ -903,8 +903,8 @@ def link(source, target):
         sync(target)
 
 def commit_folder(part, folder, names, **about):
-    """Syncs the files `names` in `part`, writes `about` (plain values) and the files' checksums to
-    meta.json, then renames `part`. So `folder` is either complete or absent."""
+    """Renames a folder `part` with the files `names` to `folder`, which is thus complete or absent.
+    First syncs the files, and writes their checksums and `about` (plain values) to meta.json."""
     part = Path(part)
     for name in names:
         sync(part / name)
@@ -914,8 +914,8 @@ def commit_folder(part, folder, names, **about):
     sync_folder(Path(folder).absolute().parent)
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
-    """The contents of meta.json in a folder from commit_folder. Every file must exist, and if
-    wanted(name) is true its checksum must match. Raises UserError."""
+    """The contents of meta.json in a folder from commit_folder. Raises UserError unless all files
+    exist and, if wanted(name) is true, match their checksums. kind: what errors call the folder."""
     with intact(folder, f"is missing or damaged: not a complete {kind}",
                 "remove it and run the same stage again"):
         meta = read_json(Path(folder, "meta.json"))
@@ -980,8 +980,8 @@ def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
     """A WordPiece tokenizer like BERT's. It never reads "[CLS]" in a text as the special token."""
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase,
-                                                      strip_accents=strip_accents)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents)       # strip_accents None: as lowercase
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
     return tokenizer
@@ -989,17 +989,17 @@ def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     """A WordPiece tokenizer trained on strings. Equal strings give an equal vocabulary.
 
-    If there is room for every word, each word is one token, and the only other entries are the
-    characters that spell new words. (The trainer would also keep the intermediate pieces of each
-    word, whose embeddings nothing would use.)"""
-    bert, count, chars = _wordpiece(SPECIAL), Counter(), Counter()
+    If there is room for every word, each word is one token, and the only other entries are SPECIAL
+    and single characters, which spell new words. (WordPieceTrainer, used otherwise, would also keep
+    the intermediate pieces of each word, whose embeddings nothing would use.)"""
+    bert, count, chars = _wordpiece(SPECIAL), Counter(), Counter()      # bert: only to split texts
     split, normalize = bert.pre_tokenizer.pre_tokenize_str, bert.normalizer.normalize_str
     for text in texts:
         count.update(word for word, _ in split(normalize(text)))
     words = sorted(word for word in count if len(word) <= 100)      # longer ones are always [UNK]
     for word in words:
-        chars.update(dict.fromkeys(word, count[word]))
-    letters = ["##" + char for char in sorted(chars) if len(split("a" + char)) == 1]
+        chars.update(dict.fromkeys(word, count[word]))      # counts the words that contain a char
+    letters = ["##" + char for char in sorted(chars) if len(split("a" + char)) == 1]    # no "##,"
     vocab = list(dict.fromkeys([*SPECIAL, *sorted(chars), *letters, *words]))
     if len(vocab) <= vocab_size:
         return _wordpiece(vocab)
@@ -1102,10 +1102,10 @@ class Corpus:
     @staticmethod
     def build(path, folder, tokenizer, passage_length, max_length, unseen=0.0, old=None,
               replace=False, **about):
-        """Tokenises a corpus file into a new folder, as a stream, and opens it.
+        """Tokenises a corpus file, one text at a time, into a new folder, and opens this folder.
 
-        unseen: fraction of entities whose passages are all held out. old: a Corpus that comes
-        first; everything new is then held out. replace: new articles replace old ones of the same
+        unseen: fraction of entities whose passages are all held out. old: a Corpus that is copied
+        first; new passages are then held out. replace: new articles replace old ones of the same
         title. about: values for meta.json. Raises UserError for a bad line or no linked mention."""
         part = Path(f"{os.path.normpath(folder)}.part")
         if os.path.lexists(folder):
@@ -1149,8 +1149,8 @@ class Corpus:
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
 
 class CorpusWriter:
-    """Appends the texts of a corpus file to the arrays of a Corpus as they are read. Only titles,
-    entity names and counts are held in memory."""
+    """Reads a corpus file and appends each text to the files of a Corpus. Only titles, entity names
+    and counts are held in memory."""
     def __init__(self, folder, tokenizer, passage_length, max_length, unseen, old, replace):
         self.folder, self.tokenizer, self.special = folder, tokenizer, special_ids(tokenizer)
         self.lengths, self.unseen, self.old = (passage_length, max_length), unseen, old
@@ -1175,9 +1175,9 @@ class CorpusWriter:
         if self.counts["linked"] == n_linked:
             raise UserError(f"{path}: no text, or no linked mention to build a memory from")
         if self.replaced:
-            passages = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
+            is_replaced = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
             with open(Path(self.folder, "replaced.bin"), "r+b") as file:
-                file.write(passages.tobytes())
+                file.write(is_replaced.tobytes())       # at its start, where the old passages are
         counts, names = self.counts, json.dumps([list(self.titles), list(self.entities)])
         counts["articles"], counts["entities"] = len(self.titles), len(self.entities) - 1
         Path(self.folder, "names.json").write_text(names, "utf-8")
@@ -1196,12 +1196,12 @@ class CorpusWriter:
         self.files["text"].write(text.text.encode())
         for passage in encode_text(encoding, text.mentions, *self.lengths, self.special,
                                    self.dropped):
-            linked = [entity[i] for i in passage.index]
+            numbers = [entity[i] for i in passage.index]        # 0 = not linked
             held_out = self.is_held_out(text, [text.mentions[i].entity for i in passage.index])
-            self.counts.update(passages=1, passages_held_out=held_out, mentions=len(linked),
-                               linked=sum(number > 0 for number in linked),
-                               tokens=len(passage.tokens) - 2 * len(linked) - 2)
-            arrays = dict(tokens=passage.tokens, mention_entity=linked, article=[article],
+            self.counts.update(passages=1, passages_held_out=held_out, mentions=len(numbers),
+                               linked=sum(number > 0 for number in numbers),
+                               tokens=len(passage.tokens) - 2 * len(numbers) - 2)
+            arrays = dict(tokens=passage.tokens, mention_entity=numbers, article=[article],
                           mention_char=[text.mentions[i][:2] for i in passage.index],
                           held_out=[held_out], replaced=[False],
                           text_at=[text_from, self.files["text"].tell()])
@@ -1209,8 +1209,8 @@ class CorpusWriter:
                 self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
     def is_held_out(self, text, names) -> bool:
-        """Whether a passage with these entities is held out: if it is appended, if an entity is
-        unseen, or if its text is held out (by "split"; without it, one article in twenty is)."""
+        """Whether a passage is held out: because of its text's "split" (without one, one article in
+        twenty is), because `unseen` selects one of its entities, or because it is appended."""
         is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
         split = text.split or ("held_out" if is_twentieth else "train")
         is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)
@@ -1218,16 +1218,18 @@ class CorpusWriter:
 
 # ---------------------------------------------------------------- Wikipedia
 
-# wiki is a command, as are kilt, task, check and toy further down. The first line of a command's
-# docstring is its help.
+# The functions wiki, kilt, task, check and toy are commands, such as `python data.py wiki …`. The
+# first line of their docstrings is the help text.
 #
-# mwparserfromhell parses the wikitext, section by section. A link becomes "\x01 target \x02 shown
-# \x03", and a template that is not in PRINTED becomes "\x04". XML cannot contain these characters,
-# so the text can be tidied around them. Then links become mentions. A line with unclosed markup is
-# dropped. Only English Wikipedia's sections, templates and namespaces are known.
+# A page is written in wikitext: [[target|shown]] is a link, and {{name|argument|…}} is a template,
+# which prints a text. mwparserfromhell parses the page, section by section. A link becomes
+# "\x01target\x02shown\x03", and a template whose text is not known becomes "\x04". XML cannot
+# contain these characters, so they cannot be confused with the page's text while it is tidied. Then
+# links become mentions. A line with unclosed markup is dropped. Only English Wikipedia's sections,
+# templates and namespaces are known.
 #
 # The parser takes quadratic time on unclosed markup, so sections beyond these limits are left out.
-MAX_SECTION, MAX_UNCLOSED = 50_000, 100
+MAX_SECTION, MAX_UNCLOSED = 50_000, 100         # characters; marks such as "[[" that stay open
 OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|"
                            r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
 CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
@@ -1248,7 +1250,7 @@ PRINTED |= {"lang": "{1}", "transl": "{last}", "transliteration": "{last}", "as 
             "circa": "c. {0}", "c.": "c. {0}", "ca.": "c. {0}", "frac": "{0}/{1}",
             "uss": "USS {0}", "hms": "HMS {0}", "us$": "US${0}", "usd": "US${0}", "gbp": "£{0}",
             "£": "£{0}", "eur": "€{0}", "€": "€{0}", "inr": "₹{0}", "ndash": "–", "snd": " – "}
-NUMBER = r"[−+-]?[\d.,/ ]*\d"
+NUMBER = r"[−+-]?[\d.,/ ]*\d"       # QUANTITY: the "5|km" of {{convert|5|km|mi}}, printed as "5 km"
 QUANTITY = re.compile(rf"{NUMBER}(\|[^\d|]*\|{NUMBER})*\|[^|]+(\|{NUMBER}\|[^|\d][^|]*)*")
 # A sentence has a gap if an unknown template follows one of these words.
 GAP = re.compile(r"(?i)\b(a|an|the|of|in|on|at|by|to|from|for|with|than|about|is|are|was|were|as|"
@@ -1268,7 +1270,7 @@ def read_dump(path, say_language=False):
     revisions, the newest is read (by timestamp or, without timestamps, the last).
 
     kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
-    namespace". A dump with a <!DOCTYPE>, which could define entities, is refused."""
+    namespace". A dump with a <!DOCTYPE>, which could define huge XML entities, is refused."""
     what, remedy = "is not a complete MediaWiki dump", "give XML or bz2"
     with open_bytes(path) as raw, intact(path, what, remedy):
         file = bz2.open(raw) if raw.peek(3)[:3] == b"BZh" else raw
@@ -1313,8 +1315,8 @@ def canonical(title):
     return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
 
 def is_open(section) -> bool:
-    """Whether a section leaves more markup open than the parser has time for. Markup that is opened
-    inside "[[…]]" counts as left open unless it is closed before the "]]"."""
+    """Whether a section leaves more than MAX_UNCLOSED marks open. A mark that is opened inside a
+    pair, such as "[[" and "]]", counts as left open unless it is also closed inside this pair."""
     open_marks, n_open = [], 0
     for mark in OPEN_OR_CLOSE.findall(section.lower()):
         opening = CLOSED_BY.get(mark) or mark.replace("</", "<")
@@ -1350,7 +1352,7 @@ def prose(section) -> str:
     for template in code.ifilter_templates():
         text = template_text(template)
         template.params.clear()
-        template.add(1, text, showkey=False)
+        template.add(1, text, showkey=False)    # strip_code, below, prints a template's parameters
     for link in code.ifilter_wikilinks():
         target = str(link.title).strip()
         shown = " ".join(str(link.text or target.lstrip(":")).split())
@@ -1365,12 +1367,12 @@ def prose(section) -> str:
     return text
 
 def read_article(page) -> tuple:
-    """(title, [(text, links)] per paragraph, number of sections left out) for a page of read_dump.
-    A link is a Mention whose entity is still as the editor wrote it."""
+    """(title, a (text, links) per paragraph, number of sections left out) for a page of read_dump.
+    A link is a Mention whose entity is still the target as written in the page."""
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
     wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
-    wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
+    wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")   # TIDY drops lines with "<!"
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
         section = re.sub("(?m)^=.*", "", section)           # a heading with text after it
         if len(section) > MAX_SECTION or is_open(section):
@@ -1399,10 +1401,10 @@ def wiki(path, out, workers=1) -> Counter:
             if kind == "article":
                 counts["links"] += text.count("[[")
             elif kind != "other namespace":
-                redirects[title] = canonical(text)
+                redirects[title] = canonical(text)      # "" for a disambiguation page
         pages = (page for page in read_dump(path) if page[1] == "article")
         try:
-            with ProcessPoolExecutor(workers, initializer=signal.signal,    # only we handle Ctrl-C
+            with ProcessPoolExecutor(workers, initializer=signal.signal,    # workers ignore Ctrl-C
                                      initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
                 while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
                     yield from pool.map(read_article, batch)
@@ -1412,7 +1414,8 @@ def wiki(path, out, workers=1) -> Counter:
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
     """Writes articles, in read_article's form, as a corpus with one paragraph per line. Prints how
-    many links were kept, and how many were dropped and why."""
+    many links were kept, and how many were dropped and why. The iterator `articles` also adds to
+    `counts`. In wiki, it fills `redirects`, {title: target}, before it yields the first article."""
     def article_of(link):
         """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
@@ -1444,13 +1447,13 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
         print(f"{what:<46}{n:>12,}")
     return counts
 
-# A person's name, such as "John F. Kennedy" or "Ludwig van Beethoven". In "British Forces Germany"
-# and "Rugby union in Ireland" the last word does not name the whole.
+# Matches a person's name, such as "John F. Kennedy" or "Ludwig van Beethoven", whose last word can
+# stand for the whole name. "British Forces Germany" and "Rugby union in Ireland" do not match.
 PERSON = re.compile(r"[A-Z][\w.'’-]+( [A-Z]\.)*( (van|von|de|der|del|della|di|da|al|la|le))* "
                     r"[A-Z][\w'’-]+$")
 
 def names_for(shown, entity) -> list:
-    """The names that refer to `entity` once a link to it has been shown as `shown`."""
+    """Names that can refer to `entity` in a page with a link to it whose text is `shown`."""
     base = without_bracket(entity)
     if base != entity:                          # "Mercury" may mean more than "Mercury (planet)"
         return [base] if shown == base else []
@@ -1460,16 +1463,16 @@ def names_for(shown, entity) -> list:
     is_family_name = base.endswith(" " + shown) and PERSON.match(base)
     return [base, shown] if is_family_name else [base]
 
-# Applied to the text around a name, whose first letter is between two \x01. A match means that the
-# name is only a part of "dog-like", "North Karovia" or "Karovia Airways".
+# Applied to the text around a name, in which "\x01", the name's first letter and "\x01" replace the
+# name. A match means that it is only a part of "dog-like", "North Karovia" or "Karovia Airways".
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links an entity only once.
 
-    The page's own title is linked everywhere. Later occurrences of a link's text or target are also
-    linked. But a part of a title, such as "Einstein", is linked only if it never occurs before its
-    link. A name that two entities share is linked only if the page is about one of them."""
+    The page's own title is linked everywhere. The names that names_for gives for a link are linked
+    after it. But a part of a title, such as "Einstein", is linked only if it never occurs before
+    its link. A name that two entities share is linked only if the page is about one of them."""
     is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
@@ -1499,8 +1502,8 @@ def extend_mentions(title, paragraphs) -> Iterator[tuple]:
 def kilt(path, out) -> Counter:
     """turn KILT's knowledge source into a corpus
 
-    A line is a page: {"wikipedia_title", "text": [title, paragraph, …], "anchors":
-    [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}. Lists are left out."""
+    Headings and lists are left out. A line is a page: {"wikipedia_title", "text": [title,
+    paragraph, …], "anchors": [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}"""
     def article(page):
         """The page in the form of read_article's result."""
         title, texts, anchors = fields("", page, wikipedia_title=[str], text=[list], anchors=[list])
@@ -1524,7 +1527,7 @@ def kilt(path, out) -> Counter:
 # ---------------------------------------------------------------- the published task files
 
 # A file of another task lacks the fields that are read here, which is an error. Gold evidence is
-# not used (§4.3).
+# not used (§4.3). CLAIM_TASKS: a claim's text field, and {label in the file: one of CLAIM_LABELS}.
 SAME = {label: label for label in CLAIM_LABELS}
 CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
                "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
@@ -1567,7 +1570,7 @@ def published_examples(path, name) -> list:
         except ValueError:
             records = [line for line in text.split("\n") if line.strip()]
         if isinstance(records, dict):
-            records = records.get("Data", [records])
+            records = records.get("Data", [records])        # without "Data": JSON lines, one line
         for n, record in enumerate(records, 1):
             examples.append(make(json.loads(record) if isinstance(record, str) else record, name))
     except (ValueError, TypeError, RecursionError) as error:
@@ -1584,9 +1587,9 @@ def answer_key(name):
 def answer_entities(corpus) -> tuple:
     """({answer_key: entity}, the keys that match a title only without its final "(…)").
 
-    A key refers to an entity whose title matches it, otherwise to one whose title matches it
-    without a final "(…)", otherwise to one with a matching mention. Among several entities, it
-    refers to the most frequent."""
+    corpus: a file. A key refers to an entity whose title matches it, otherwise to one whose title
+    matches it without a final "(…)", otherwise to one with a mention whose text matches it. Among
+    several entities, it refers to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter()
@@ -1692,11 +1695,11 @@ def main(arguments=None) -> int:
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
     options = arguments_of(arguments)
     print_any_text()
-    read = filter(None, [options.get("path"), options.get("corpus"), *options.get("paths", ())])
+    inputs = [options.get("path"), options.get("corpus"), *options.get("paths", ())]
     try:
-        out, read = options.get("out"), {os.path.realpath(path) for path in read}
+        out, inputs = options.get("out"), {os.path.realpath(path) for path in inputs if path}
         written = [out, out + ".tmp"] if out else []        # .tmp: write_file's
-        if read.intersection(map(os.path.realpath, written)):
+        if inputs.intersection(map(os.path.realpath, written)):
             raise UserError(f"--out {out} would overwrite an input file; give another name")
         options.pop("run")(**options)
         sys.stdout.flush()

@@ -4,10 +4,10 @@
     SpanEncodingLayer(H, row, start, end) = W [H_start; H_end]                    (M, dim)     eq. 1
     MLMHead(H at the masked positions)                                            (L, vocab)
 
-A batch contains B passages, padded to the length T of the longest, and L masked tokens. The arrays
-row, start and end, (M,) each, locate its M mentions. The layers are post-LN, as in BERT:
-LayerNorm(x + f(x)). The paper writes s and e for start and end, and d_K, d_V and d_C for key_dim,
-value_dim and coref_dim."""
+A batch contains B passages, padded to the length T of the longest, and L masked tokens. For its M
+mentions, row (M,) is the index of the passage, and start and end (M,) are the positions of the
+markers [E_start] and [E_end]. The layers are post-LN, as in BERT: LayerNorm(x + f(x)). The paper
+writes s and e for start and end, and d_K, d_V and d_C for key_dim, value_dim and coref_dim."""
 import json
 import math
 import re
@@ -21,15 +21,15 @@ from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
     """A dataclass field that is also a flag of train.py. allowed: allowed values, or (minimum,
-    maximum). text: the help text. since: the first stage that depends on the setting, where
-    "corpus" means tokenising it; `train.py --from` reuses the results of earlier stages."""
+    maximum). text: the help text. since: the first stage that depends on the setting ("corpus": the
+    tokenisation). If the setting changes, `train.py --from` can only reuse earlier stages."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
 class Config:
     """Sizes and variants of the model. The defaults are the paper's (§4.1, app. A, C.1.4). Fields
-    without `setting` have no flag: vocab_size and n_entities come from the corpus, n_blocks from
-    --blocks."""
+    without `setting` are not stored as settings of a run: vocab_size and n_entities come from the
+    corpus, and n_blocks from the flag --blocks of each command."""
     vocab_size: int = 30522
     hidden: int = setting(768, (1, 10_000), "width of the Transformer")
     n_heads: int = setting(12, (1, 1000), "attention heads")
@@ -55,10 +55,10 @@ class Config:
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of memory.EntityTable, a trained table. Eq. 10 uses it in
-                                # both baselines, memory layers only if memory is "entities"
+    n_entities: int = 0         # rows of memory.EntityTable; TOME has none. In both baselines
+                                # eq. 10 uses it, memory layers only if memory is "entities"
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
-                             "data type of matrix products; float32 where bfloat16 is slow")
+                             "data type of matrix products; always float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
@@ -93,8 +93,8 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, packing):
-        """Softmax(q k^T / sqrt(d)) v for each head. x (n, hidden) -> (n, hidden); Packing, below,
-        converts between the n rows of a batch and (B, T)."""
+        """Softmax(q k^T / sqrt(d)) v for each head. x (n, hidden) -> (n, hidden): the tokens of all
+        passages, one after the other. Packing, below, converts between n and (B, T)."""
         qkv = packing.unpack(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, heads, T, d) each
         mask = packing.attention_mask[:, None, None]                                # (B, 1, 1, T)
@@ -135,16 +135,16 @@ class TransformerBlock(nn.Module):
         return packing.unpack(x)
 
 class Packing:
-    """Leaves padding out of the computation: (B, T, C) <-> (n, C).
+    """Leaves padding out of the computation, except in attention: (B, T, C) <-> (n, C).
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows: one per token, and a little padding to make n a multiple of 128, since oneDNN compiles
-    code for each new n. (With x.flatten(0, 1) and its inverse the results would be the same, but
-    all padding, often a third of a batch, would be computed too.)"""
+    rows: one per token, and a little padding to make n a multiple of 128, because oneDNN (PyTorch's
+    library for CPUs) compiles code for each new n. (x.flatten(0, 1) and its inverse would give the
+    same results, but would also compute all padding, often a third of a batch.)"""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
-        self.rows = tokens_first[:128 * math.ceil(self.n_tokens / 128)]         # (n,) of B * T
+        self.rows = tokens_first[:128 * math.ceil(self.n_tokens / 128)]     # (n,) indices below B*T
 
     def pack(self, x):
         """The rows to compute: x (B, T, C) -> (n, C)."""
@@ -204,9 +204,9 @@ def low_precision(config, device):
     return torch.autocast(device.type, torch.bfloat16, precision_on(config, device) == "bfloat16")
 
 # ==== Set apart: published weights ================================================================
-# Published weights come as a BERT folder or as a file from the paper's own code (JAX, flax).
-# read_bert and read_flax translate the names of layers and blocks; read_weights translates the
-# names of the modules in them. Unusable weights raise ValueError, missing weights KeyError.
+# Published weights are a BERT folder or a file from the paper's own code (JAX, flax). read_bert and
+# read_flax return tensors, and our names for layers and blocks. read_weights applies these names,
+# and translates those of modules. Unusable weights raise ValueError, missing weights KeyError.
 
 # here               in a BERT                             in the paper's code
 MODULES = [row.split() for row in """
@@ -280,7 +280,7 @@ def read_weights(path, config):
     for name, tensor in tensors.items():
         for theirs, ours in places.items():
             name = name.replace(theirs, ours)
-        # "initial.layers.0.", "attention.query", "weight": the module is translated.
+        # For example "initial.layers.0." (already ours), "attention.self.query" and "weight".
         place, module, parameter = re.fullmatch(
             r"(.*layers\.\d+\.|.*memory_attention\.)?(?:(.*)\.)?(.*)", name).groups("")
         if module in OUR_MODULE:
@@ -293,7 +293,7 @@ def read_weights(path, config):
     return config, state
 
 def merge_maps(state):
-    """Merges tensors that are stored separately but form one linear map here."""
+    """Merges tensors that are stored separately but are a single tensor here."""
     if torch.equal(state["embeddings.word.weight"], state.get("mlm.weight", torch.empty(0))):
         del state["mlm.weight"]                     # the MLM head is tied to the word embeddings
     for query in [name for name in state if ".attention.query." in name]:

@@ -3,21 +3,23 @@
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
-Accuracy alone says little about a memory. So, alongside the accuracy with the whole memory
-("memory"; in train.py's output "tokens"), the report gives these controls:
+Accuracy is the fraction of masked tokens predicted correctly (in train.py's output "tokens") or,
+for a fine-tuned model, of questions or claims. Accuracy alone says little about a memory. So,
+alongside the accuracy with the memory ("memory"), the report gives these controls:
 
     emptied          the memory has no rows
-    shuffled         values are permuted: the same memories are retrieved, with wrong values
+    shuffled         values are permuted: the same memories are retrieved, with wrong values (only
+                     for masked tokens; the controls below are only for questions and claims)
     without_memory   the memory layers are skipped, even their LayerNorm; eq. 10 still retrieves the
                      answer to a question
-    fact_removed     the article about the subject, which states the fact, is hidden
+    fact_removed     the article about the subject, which states the (first) fact, is hidden
     bridge_removed   the article about the entity between two facts is hidden: the one about the
                      director in "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
-"visible" and "masked" are the attention of visible and masked mentions to memories of their own
-entity. A "seen" entity is linked in a training passage; an "unseen" one is not. The run folder is
-only read."""
+"visible" and "masked" are the mean attention of visible and masked mentions to memories of their
+own entity. A "seen" entity is linked in a training passage; an "unseen" one is not. LEGENDS, below,
+explains the other columns. The run folder is only read."""
 import argparse
 import json
 import os
@@ -51,26 +53,26 @@ class Opened(NamedTuple):
 
 class Source(NamedTuple):
     """A memory that was retrieved."""
-    weight: float               # attention weight; the weights of all retrieved memories sum to 1
+    weight: float               # attention weight; the weights of a mention's K memories sum to 1
     entity: str
     passage: str                # "Title: text before [mention] text after"
 
 class EncodedMention(NamedTuple):
-    """A mention of a text after TOME's forward pass."""
+    """A mention in a text, after TOME's forward pass over the text."""
     words: str
     encoding: torch.Tensor      # (d_K,) z of eq. 10
-    layers: list                # for each memory layer the Sources with the largest weights
+    layers: list                # one list per memory layer: the Sources with the largest weights
 
 class Answer(NamedTuple):
     """The model's reply to a question or a claim."""
     text: str                   # one of data.CLAIM_LABELS, or the name of an entity ("nothing" if
                                 # nothing was retrieved)
     probability: float          # of this entity in eq. 10, or of the label
-    sources: list               # memories of this entity; for a claim, from the last memory layer
-    mentions: list              # EncodedMentions; a question's last one is its answer, [MASK]
+    sources: list               # Sources of this entity; for a claim, from the last memory layer
+    mentions: list              # EncodedMentions; a question's last one is the appended [MASK]
 
 def open_run(out, task=None, blocks=1, device=None, n_search=0, fraction=1.0):
-    """Opens a run folder, and returns the first argument of the functions below.
+    """Opens a run folder. Returns an Opened, the first argument of ask, encode and search.
 
     task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
     TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU if there is one. n_search: how
@@ -84,9 +86,9 @@ def open_run(out, task=None, blocks=1, device=None, n_search=0, fraction=1.0):
 def ask(opened, text):
     """The Answer to a question (task "qa") or a claim (task "claims").
 
-    Mentions are the names of entities in the text, and words in [brackets]. The second hop of
-    "Where was Ida Hale's [teacher] born?" starts from [teacher]. Raises data.UserError if the text
-    has no mention."""
+    Mentions are the names of entities in the text, and words in [brackets]. In "Where was Ida
+    Hale's [teacher] born?" the brackets make the description a mention, at which TOME-2 can look up
+    the first fact. Raises data.UserError if the text has no mention."""
     run, tome, _, task = opened
     if task is None:
         raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
@@ -104,7 +106,7 @@ def ask(opened, text):
     return Answer(name, probability, sources_of(opened, found, 0, entity=entity), mentions)
 
 def encode(opened, text):
-    """The EncodedMentions of a text, in text order. Mentions are found as in `ask`."""
+    """The EncodedMentions of a text (see `ask`), in order; with task "qa" the last is [MASK]."""
     return forward(opened, *text_batch(opened, text))[1]
 
 def search(opened, encoding, n=3):
@@ -114,7 +116,7 @@ def search(opened, encoding, n=3):
 def example_of(run, text):
     """A text as an Example, with its mentions (see `ask`)."""
     parts = re.split(r"\[([^][]*)\]", text)         # every second part was in brackets
-    plain, place = "".join(parts), np.cumsum([0, *map(len, parts)]).tolist()
+    plain, place = "".join(parts), np.cumsum([0, *map(len, parts)]).tolist()    # starts of parts
     mentions = [data.Mention(a, b, None) for a, b in zip(place[1::2], place[2::2]) if a < b]
     bracketed = {i for mention in mentions for i in range(mention.start, mention.end)}
     for mention in data.find_mentions(plain, names_in(run.corpus)):
@@ -130,19 +132,19 @@ def names_in(corpus):
     return data.name_index(corpus.entity_names)
 
 def text_batch(opened, text):
-    """(Batch of one text, {number of a mention: its words}). Number -1 is a question's answer."""
+    """(Batch of one text, {number of a mention: its words}). -1: the [MASK] after a question."""
     example = example_of(opened.run, text)
     batch = train.examples_batch(opened.run, opened.task, [example]).to(opened.run.device)
     words = {i: example.text[m.start:m.end] for i, m in enumerate(example.mentions)}
     if n_left := len(words) - int((batch.mention >= 0).sum()):
-        train.say(f"Mentions ignored: {n_left} of {len(words)}, which overlap others or are beyond "
-                  "--max-length.", sys.stderr)
+        train.say(f"Mentions ignored: {n_left} of {len(words)} (they overlap others, are beyond "
+                  "the run's --max-length, or come after the first 32).", sys.stderr)
     return batch, words | {-1: data.MASK}
 
 @torch.no_grad()
 def forward(opened, batch, words):
-    """(H, EncodedMentions): TOME over a Batch of one text. words: {number of a mention: its words}
-    for the mentions to return (--show N returns only the masked one)."""
+    """(H, EncodedMentions): TOME over a Batch of one text. words: as from text_batch, but only for
+    the mentions to return (show_masked wants only the masked one)."""
     tome = opened.tome.eval()
     H, retrieved = tome(batch.tokens, batch.attention_mask, batch, opened.memory)
     z = tome.entity_query(H, batch.row, batch.start, batch.end)                           # (M, d_K)
@@ -156,7 +158,7 @@ def retrieve(opened, encoding):
     return opened.memory.retrieve(encoding[None], passage, config.k_answer, config.k_answer_shard)
 
 def sources_of(opened, found, m, n=3, entity=None):
-    """The n best Sources retrieved by mention m, or the n best among those of one entity."""
+    """The n best Sources in row m of `found`, a Retrieved: of all entities, or only of `entity`."""
     if opened.run.is_baseline:
         return []
     corpus, weights = opened.run.corpus, attention_weights(found.scores[m])
@@ -168,29 +170,30 @@ def sources_of(opened, found, m, n=3, entity=None):
                    corpus.show_mention(mention, width=50))
             for weight, mention in zip(weights.tolist(), mentions)]
 
-# ---- Figures -------------------------------------------------------------------------------------
+# ---- Figures: the numbers in the report ----------------------------------------------------------
 
 def masked_mention_figures(run, tome, memory, n=1000):
-    """The keys "masked_mention" and "same_entity_mass" of the report as JSON (eval.py --json), for
-    at most n held-out mentions of each of train.GROUPS (null for a group without mentions).
+    """The keys "masked_mention" and "same_entity_mass" of eval.py --json, {group: cell} each. A
+    cell is {name: figure}, from at most n held-out mentions of a group (null if it has none).
 
-    "same_entity_mass" is the attention to memories of the mention's entity. "masked_mention" has
-    the other figures of train.masked_mentions. Except for a baseline, it also has the accuracy with
-    the memory emptied and with its values shuffled, the fractions for BM25's vote, and the gain:
-    "memory" minus "emptied", averaged over mentions, with its 95% interval or nulls."""
+    "same_entity_mass" is the mean attention of visible and masked mentions to memories of their own
+    entity. "masked_mention" has the other figures of train.masked_mentions. Except for a baseline,
+    it also has the accuracy with the memory emptied and with its values shuffled, the gain
+    ("memory" minus "emptied", averaged over mentions, and its 95% interval or nulls), and the
+    fractions of mentions whose entity is first, or in the first 20, in BM25's vote (bm25_ranks)."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
     groups = np.array([item.group for item in items])
     if not run.is_baseline:
-        emptied, alone = measure(memory.sample(0), progress="memory emptied")
+        emptied, emptied_items = measure(memory.sample(0), progress="memory emptied")
         shuffled, _ = measure(memory.shuffled(), progress="values shuffled")
-        gains = np.array([item.share - other.share for item, other in zip(items, alone)])
+        gains = np.array([item.share - other.share for item, other in zip(items, emptied_items)])
         articles = corpus.article[corpus.passage_of(mentions)]
         queries = [BM25Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
                              correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
                    for m in mentions]
-        # The rank of each mention's entity in BM25's vote (inf: no passage votes for it).
+        # Rank of a mention's entity when BM25's 20 best passages vote (BM25Query); inf: no votes.
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
     figures = {"masked_mention": {}, "same_entity_mass": {}}
     for group, found in measured.items():
@@ -223,10 +226,10 @@ def toy_figures(run, tome, memory, task):
     return figures
 
 def figures_of(run, tome, memory, task, examples):
-    """A dictionary of figures of these examples (a cell of the report): each figure's mean,
-    "interval" with its 95% interval, and "n". Figures: accuracies with the memory and with the
-    controls that the examples allow, recall@20, and "answer_is_entity", the fraction of questions
-    with an answer among the corpus's entities. The model can answer only these."""
+    """A cell: {name of a figure: its mean over these examples}, "interval" ({name: 95% interval})
+    and "n". Figures: accuracies with the memory and with the controls that the examples allow and,
+    for questions, recall@20 (also BM25's) and "answer_is_entity", the fraction with an answer among
+    the corpus's entities. The model can answer only such questions."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)
@@ -255,7 +258,7 @@ def figures_of(run, tome, memory, task, examples):
     truths = [set(e.answers) if task == "qa" else {e.label} for e in examples]
     names, counts = np.unique([truth for each in truths for truth in each], return_counts=True)
     values["majority"] = [names[counts.argmax()] in truth for truth in truths]
-    # In the toy world, examples about one fact, such as a true and a false claim, form a group.
+    # For `interval`, toy examples about the same fact (a true and a false claim) form a group.
     groups = [f"{e.info.get('subject')} {e.info['relations']}" if "relations" in e.info else str(i)
               for i, e in enumerate(examples)]
     return {name: train.mean(each) for name, each in values.items()} | {
@@ -284,18 +287,18 @@ class BM25Query(NamedTuple):
                             # are excluded, as in train.masked_mentions
 
 def bm25(corpus, passages, k1=0.9, b=0.4):
-    """Robertson's BM25 over these passages of the corpus. Returns a function from tokens to the
-    scores of all passages (P,).
+    """Robertson's BM25 over these n of the corpus's P passages. Returns a function from a query's
+    tokens to scores (P,), which are 0 for all other passages.
 
         score of p = sum over t of log(1 + (n - df + 0.5) / (df + 0.5)) · tf (k1 + 1) / (tf + norm)
 
-    Token t of the query is in df of n passages and tf times in p. norm grows with p's length."""
+    Token t of the query occurs in df of n passages, tf times in p. norm grows with p's length."""
     P, n = len(corpus.article), len(set(passages))
     passage = np.repeat(np.arange(P), np.diff(corpus.passage_start))            # of each token
     kept = np.isin(passage, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
     postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + passage[kept],
                              return_counts=True)
-    token, passage = np.divmod(postings, P)                                     # sorted by token
+    token, passage = np.divmod(postings, P)         # of each posting (a pair), sorted by token
     first = np.searchsorted(token, np.arange(corpus.vocab_size + 1))
     norm = k1 * (1 - b + b * np.bincount(passage, tf, P) * n / max(tf.sum(), 1))    # (P,)
     df = np.bincount(token)[token]
@@ -365,15 +368,15 @@ def draw_training(axis, run, blocks):
     for line in (run.out / "log.jsonl").read_text("utf-8").splitlines():
         with suppress(ValueError):                  # a crash may have cut a line off
             records.append(json.loads(line))
-    for stages in (["batch-tome"], ["tome", f"tome-{blocks}"]):
+    for stage in ("batch-tome", f"tome-{blocks}"):
         # After a crash a step can occur twice, and the last record counts.
-        found = {r["step"]: r for r in records if r["stage"] in stages and "seen" in r}
+        found = {r["step"]: r for r in records if r["stage"] == stage and "seen" in r}
         if end and found:
             axis.axvline(end, color="grey", lw=0.8, label="stage tome begins")
         steps += [end + step for step in found]
         points += found.values()
         end = max(steps, default=0)
-        if stages == ["batch-tome"] and run.settings.memory_from:
+        if stage == "batch-tome" and run.settings.memory_from:
             fit_step = train.first_memory_step(run.settings, end)
             axis.axvline(fit_step, color="grey", ls="--", lw=0.8, label="fit_retrieval")
     for color, name in (("C0", "tokens"), ("C1", "attention")):
@@ -404,16 +407,18 @@ def draw_mentions(figure, mentions):
 
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
-          "memory, with an empty memory, and with permuted values; gain: memory minus emptied. "
-          "entity, bm25: fraction of mentions whose entity is picked by eq. 10, or by BM25's vote; "
-          "recall@20, bm25@20: fraction whose entity occurs in eq. 10's 20 best memories, or in "
-          "the first 20 of the vote. visible, masked: attention to memories of their own entity.",
-    "qa": "Fraction of questions answered correctly, with the memory and with each control (listed "
-          "in eval.py). answerable: with an answer among the corpus's entities. recall@20, "
-          "bm25@20: with a correct answer among eq. 10's 20 best memories, or linked in one of "
-          "BM25's 20 best passages.",
-    "claims": "Fraction of claims judged correctly, with the memory and with each control (listed "
-              "in eval.py)."}
+          "memory, with an empty memory, and with permuted values; gain, 95%: memory minus "
+          "emptied, averaged over mentions, and its interval. entity, bm25: fraction of mentions "
+          "whose entity is picked by eq. 10, or by BM25's 20 best passages, which vote for the "
+          "entities that they link; recall@20, bm25@20: fraction whose entity occurs in eq. 10's "
+          "20 best memories, or in the first 20 of the vote. visible, masked: mean attention of "
+          "visible and masked mentions to memories of their own entity.",
+    "qa": "Fraction of questions answered correctly, with the memory (95%: its interval) and with "
+          "each control (listed in eval.py). answerable: fraction with an answer among the "
+          "corpus's entities. recall@20, bm25@20: fraction with a correct answer among eq. 10's "
+          "20 best memories, or linked in one of BM25's 20 best passages.",
+    "claims": "Fraction of claims judged correctly, with the memory (95%: its interval) and with "
+              "each control (listed in eval.py)."}
 TITLES = {"bm25_entity": "bm25", "bm25_entity@20": "bm25@20", "bm25_recall@20": "bm25@20",
           "answer_is_entity": "answerable"}
 
@@ -447,7 +452,7 @@ def report(opened, args):
         train.say("\n" + textwrap.fill(LEGENDS[task], 80))
 
 def table_row(cell):
-    """{column: text} of a cell of figures. The interval is that of the gain, or of "memory"."""
+    """A cell as {column: text}. Column "95%" is the interval of the gain, otherwise of "memory"."""
     row, intervals = {}, cell.get("interval", {})
     for name, value in cell.items():
         if isinstance(value, float):                # not "gain", "interval" or "n"

@@ -8,12 +8,12 @@
     Value(m) = sum_i alpha_i MemValue(i)                                              eq. 8
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
-The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before there is
-retrieval), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method
-`attend`. Only searches use the arguments k and k_shard. M mentions attend to a memory of N rows,
-and each mention retrieves K rows. A row is also called a memory. With several processes, each holds
-N rows of a MentionMemory, and ids number the rows of all processes. Above data.Batch there is a
-list of what a corpus and a batch contain."""
+The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before retrieval
+works), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method `attend`,
+which returns a Retrieved. Only searches use its arguments k and k_shard. M mentions attend to N
+rows, and each mention retrieves K rows: usually the k best, or all N of a small memory. A row is
+also called a memory. With several processes, each holds N rows of a MentionMemory, and ids number
+the rows of all processes. Above data.Batch is a list of what a corpus and a batch contain."""
 import copy
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ import ann
 import data                     # its Corpus, its Batch, and functions for files
 from encoder import SpanEncodingLayer, low_precision
 
-PASSAGES_PER_SHARD = 8192       # a shard of files (below); in ann.py a shard is a process's rows
+PASSAGES_PER_SHARD = 8192       # here a shard is a set of files; in ann.py it is a process's rows
 BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
@@ -37,7 +37,7 @@ class Retrieved(NamedTuple):
     """What M mentions retrieve: K memories each, the best first after a search. If a search finds
     fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
     an excluded row has score -inf but keeps its id and entity."""
-    scores: torch.Tensor            # (M, K) query · key, with gradient except for given memories
+    scores: torch.Tensor            # (M, K) query · key, with gradient unless given by GivenMemory
     ids: torch.Tensor               # (M, K) rows of the memory, over all processes
     entity: torch.Tensor            # (M, K) MemEnt
     weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
@@ -50,15 +50,15 @@ def attention_weights(scores):
 
 def attend_to_all(query, memory, excluded):
     """Eq. 7 and 8 over all N rows of a memory small enough to need no search. query (M, d_K);
-    excluded, bool, (M, N) or (N,): pairs that get weight 0 -> Retrieved, N memories per mention."""
+    excluded (M, N) or (N,): true where the weight must be 0. Returns a Retrieved with K = N."""
     scores = ann.dot(query, memory.keys).masked_fill(excluded, -torch.inf)      # (M, N)
     ids = torch.arange(len(memory.keys), device=query.device).expand_as(scores)
     alpha = attention_weights(scores)
     return Retrieved(scores, ids, memory.entity.expand_as(scores), alpha, alpha @ memory.values)
 
 class BatchMemory:
-    """Linked mentions of a batch as a memory (§2.3), gathered from all processes (N is their total
-    number), with gradients to keys and values. Passages of a batch are related (app. A.1)."""
+    """Linked mentions of a batch as a memory (§2.3): N rows, gathered from all processes, with
+    gradients to keys and values. It is useful since passages of a batch are related (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
@@ -68,9 +68,9 @@ class BatchMemory:
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
 class OwnValues:
-    """Teaches reading before there is anything to retrieve: each mention, whatever its query, is
-    given its own value from the unmasked text. That gives the answer away on purpose, so that the
-    layers above learn to read values. values (M, d_V)."""
+    """For the first part of batch-tome (train.BatchTOMEStage), when retrieval is still random: each
+    mention, whatever its query, is given its own value from the unmasked text. This gives the
+    answer away on purpose, so that the layers above learn to read values. values (M, d_V)."""
     def __init__(self, values):
         self.values = values
 
@@ -93,7 +93,7 @@ class EntityTable(nn.Module):
         """Attends to all entities, from any passage."""
         return attend_to_all(query, self, self.entity == 0)
 
-    retrieve = attend           # there is nothing to search; eq. 10 uses only scores and entity
+    retrieve = attend           # for eq. 10, which uses only the scores and entity of the result
 
 class MentionMemory:
     """This process's N rows of the frozen table, as tensors. The arguments may be numpy arrays. A
@@ -101,8 +101,8 @@ class MentionMemory:
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # n_search: the number of buckets that a query searches (app. C.1.2); 0: exact search. The
-        # first search makes 4 sqrt(N) buckets (our choice).
+        # n_search: the number of buckets that a query searches (app. C.1.2), set with `changed`.
+        # 0: exact search. Otherwise the first search makes 4 sqrt(N) buckets (our choice).
         self.n_search, self.index = 0, None
 
     def __len__(self):
@@ -118,10 +118,10 @@ class MentionMemory:
             return self.index.search(query, k, self.n_search, query_passage)
 
     def retrieve(self, query, passage, k, k_shard):
-        """TopMem (§2.2.1). The search has no gradient; the keys that it finds are scored again,
-        with gradient. Each process offers its k_shard best keys, and the k best of these are kept
-        (app. C.1.4: 128 processes × 2 for k = 128). With fewer processes, k_shard is raised until
-        they together offer at least k rows, or all rows if there are fewer."""
+        """TopMem (§2.2.1): a Retrieved without weights and value. The search has no gradient; the
+        keys that it finds are scored again, with gradient. Each process offers its k_shard best,
+        and the k best of these are kept (app. C.1.4: 128 processes × 2 for k = 128). With fewer
+        processes, k_shard is raised until together they offer at least k rows, or all there are."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
@@ -155,7 +155,7 @@ class MentionMemory:
         memory."""
         if fraction >= 1:
             return self
-        # The first numbers that `random(n)` draws do not depend on n, so all processes agree.
+        # n may differ between processes, but random(n) always begins with the same numbers.
         n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
         return self.select(torch.from_numpy(keep)[self.passage.cpu()])
@@ -231,23 +231,23 @@ class GivenMemory:
     draws with replacement, minus those from its own passage). A model thus learns to read what it
     retrieves before it retrieves well. Memories that are given pass no gradient to the queries.
 
-    Before each use, set `wanted` (M,) to the entities of the mentions. A mention whose entry is 0
-    is given nothing or, if others_search is true, searches the memory. If others_search is true,
-    `found` contains what a search finds for every mention, including those given memories."""
+    Before each use, set `wanted` (M,) to the entity whose memories each mention is given; 0: none.
+    If others_search is true, mentions with 0 search the memory instead. `found` is then the result
+    of the last search, made for all mentions because the linking loss (train.py) needs it."""
     def __init__(self, memory, n_entities):
         self.memory, self.values, self.others_search = memory, memory.values, False
         entity = ann.gather(memory.entity)
-        self.count = torch.bincount(entity, minlength=n_entities)           # (E,), none of entity 0
-        self.first = self.count.cumsum(0) - self.count
-        # The rows of all processes, sorted by entity, and a dummy row at the end, to which `first`
+        self.count = torch.bincount(entity, minlength=n_entities)   # (E,) rows of each entity
+        self.first = self.count.cumsum(0) - self.count              # (E,) where they begin in `row`
+        # The ids of all processes' rows, sorted by entity, and -1 at the end, to which `first`
         # points for the last entities if they have no rows.
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
     attend = MentionMemory.attend       # over what `retrieve` returns
 
     def retrieve(self, query, passage, k, k_shard):
-        """N_GIVEN memories, and if others_search is true the k memories that a search finds (none
-        for mentions that are given some)."""
+        """N_GIVEN places per mention for given memories and, if others_search is true, k places for
+        what a search finds. Places that a mention does not use have id -1."""
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
@@ -273,8 +273,8 @@ def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=N
     "batch-tome": …}, stored in meta.json. old_folder: the memory before text was appended; its full
     shards are reused as hard links (or copies). Raises UserError.
 
-    Each file is written atomically. An interrupted build continues with the first missing shard,
-    unless `made_from` has changed."""
+    Each file is written atomically. After an interruption, the next call writes only the missing
+    shards or, if `made_from` has changed, starts over."""
     rank, size = ann.rank_and_size()
     folder, part = Path(folder), Path(f"{folder}.part")
     if rank == 0:

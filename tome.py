@@ -35,7 +35,7 @@ class TOMEBlock(nn.Module):
 
     def forward(self, H, attention_mask, mentions, memory):
         """H_l-1 (B, T, hidden) -> H_l, and Retrieved, or None without a memory. (With --memory none
-        there is a table for eq. 10, but no layer that attends to it.)"""
+        `memory` is a table that only eq. 10 uses, so no block attends to it.)"""
         found = None
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
@@ -51,8 +51,8 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        # z of eq. 10: compared with keys, so its size is d_K and not the d_C of app. A.2's z. Set
-        # by fit_retrieval, otherwise random until stage tome trains it.
+        # z of eq. 10: compared with keys, so its size is d_K and not the d_C of app. A.2's z. It is
+        # random until stage tome, unless fit_retrieval or train.with_published has set it.
         self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
         self.entities = EntityTable(config) if config.n_entities else None  # both baselines
@@ -99,7 +99,7 @@ class BatchTOME(nn.Module):
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
     def forward(self, batch, own_values=False):
-        """(H0, H without a memory, H with one), (B, T, hidden) each, and what was retrieved.
+        """(H0, H without a memory, H with one, what each block retrieved). H is (B, T, hidden).
 
         The memory contains the linked mentions that are not masked, encoded in the masked text by
         the pass without a memory (the public code keeps masked mentions; the paper does not say).
@@ -112,7 +112,7 @@ class BatchTOME(nn.Module):
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
-            # A mention is masked as a whole (data.mask_batch) if the token after [E_start] is.
+            # data.mask_batch masks all tokens of a mention or none; checking the first is enough.
             is_masked = batch.is_target[batch.row, batch.start + 1]
             is_kept = (batch.entity > 0) & ~is_masked
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
@@ -141,7 +141,7 @@ def coreference_loss(z, entity, passage):
     with the linked mentions in other passages, of all processes. Mentions of its entity are
     positives, all others negatives. Its loss is the mean, over its positives, of the cross-entropy
     of each positive against all negatives; the result is the mean over mentions with a positive.
-    (The appendix's text and the public code agree; the appendix's formula sums inside the log.)"""
+    (The public code and the appendix's text do so; the appendix's formula sums inside the log.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -191,8 +191,8 @@ def claim_logits(tome, H, batch):
 
 def retrieve_entities(tome, H, batch, memory, asked):
     """Retrieved (n, K) of the n mentions where `asked` (M,) is true: in stage tome linked mentions
-    (§2.4), in fine-tuning the final [MASK] of a question (§4.4) or the masked entity of a cloze.
-    Their query is z of eq. 10."""
+    (§2.4), in fine-tuning the final [MASK] of a question (§4.4) or the masked entity of a cloze (a
+    true claim with one entity masked). Their query is z of eq. 10."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
@@ -214,11 +214,11 @@ def sinusoidal_positions(model):
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from batches in which half
     of the mentions are masked. A mention's query in the masked text is fitted to its own key in the
-    unmasked text, so no labels are used. This key is never retrieved, but keys of the same entity
-    are near it, since the coreference loss has made mentions of an entity similar. self_score: the
-    mean score of a query with its target, and an upper bound on the mean score of a key with
-    itself. e^20 outweighs thousands of e^0. (Random layers find nothing: all [H_s; H_e] are
-    similar.)"""
+    unmasked text, so no labels are used. This key is never retrieved, since it is from the same
+    passage, but keys of the same entity are near it: the coreference loss has made mentions of an
+    entity similar. self_score: the mean score of a query with its target, and an upper bound on the
+    mean score of a key with itself. Other keys score 0 on average, and e^20 outweighs thousands of
+    e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -228,8 +228,8 @@ def fit_retrieval(model, batches, self_score=20.0):
     fit_linear(model.tome.entity_query.linear, of_answers, keys, self_score)
 
 def linked_spans(model, batches):
-    """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 and H of the
-    masked text (for queries and z) and H of the unmasked text (for keys)."""
+    """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 (for queries)
+    and H (for z) of the masked text, and H of the unmasked text (for keys), without a memory."""
     rows = []
     for batch in batches:
         H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
@@ -258,7 +258,7 @@ def fit_keys(layer, X, self_score):
 
 def fit_linear(layer, X, target, score):
     """Sets `layer` by ridge regression from X (m, 2 hidden) to `target` (m, d_K), whose mean is 0,
-    scaled so that the mean dot product of output and target is `score`."""
+    and scales it so that the mean dot product of its output and the target is `score`."""
     mean = X.mean(0)
     X = X - mean
     gram = X.T @ X
@@ -272,8 +272,8 @@ def split_into_blocks(state, config):
     """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
     BATCH-TOME has one memory layer: with two, it never used the second. Each block of TOME gets a
-    copy of this layer and an equal share of the Transformer layers above it, in order. A single
-    layer above it cannot be divided: each of two blocks gets a copy, with an idle layer on top."""
+    copy of the memory layer and an equal share of the Transformer layers above it, in order. If
+    there is only one of these, each of two blocks gets a copy of it, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]

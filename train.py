@@ -103,7 +103,7 @@ class Settings:
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity in the other steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
-    # As in pre-training. (The 32 processes that the paper fine-tunes with would offer 1,024.)
+    # As in pre-training. (The paper fine-tunes with 32 processes; 32 each would make only 1,024.)
     k_finetune: int = setting(4096, (1, 10**6), "k_answer in fine-tuning, which learns only from "
                               "answers among these memories", "finetune")
     # log_every decides at which steps fine-tuning is evaluated, and so which weights can be kept as
@@ -112,7 +112,7 @@ class Settings:
     save_every: int = setting(1000, (1, 10**6), "steps between checkpoints", "finetune")
     eval_mentions: int = setting(1000, (1, 10**6), "maximum number of masked mentions per "
                                  "evaluation, for seen and for unseen entities", "finetune")
-    # The schedule of each stage. A key such as "qa-2", if present, replaces "qa" for TOME-2.
+    # Each stage's steps, lr, warmup, batch. Optional keys such as "qa-2" replace "qa" for TOME-2.
     schedule: dict = field(default_factory=lambda: {
         "batch-tome": Schedule(1_000_000, 1e-4, 50_000, 4096),
         "tome": Schedule(500_000, 1e-4, 25_000, 4096),
@@ -140,31 +140,31 @@ class Plan(Schedule):
         return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, batches and losses. One loop, below, trains all stages except `memory`, which
-# is memory.build_memory. Each loss is this process's share of the mean over the whole batch, so the
-# gradients of all processes add up to the gradient of the whole batch.
+# A stage has a model, next_batch(step), losses(batch, step) and evaluate(). One loop, below, trains
+# all stages except `memory`, which is memory.build_memory. Each loss is this process's share of the
+# mean over the whole batch, so the gradients of all processes add up to that of the whole batch.
 #
 # `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
 # run.device, run.entity_group (E,) index into GROUPS, run.is_toy, run.is_baseline. Its Configs are
 # run.config, run.batch_tome_config (with one memory layer) and run.task_config (for fine-tuning).
 
 def endless(order):
-    """at(step, n): the n items of a step, taken from the concatenation of order(0), order(1), …
-    order(epoch) is an array, always of the same length. Items depend only on the step, so no
-    position is saved."""
+    """Returns at(step, n), the `items` of a stage: n items for a step, taken from the concatenation
+    of order(0), order(1), … order(epoch) is an array, always of the same length. The items depend
+    only on the step and n, so a checkpoint contains no position in the data."""
     order = lru_cache(maxsize=3)(order)     # epoch 0, for its length, and the step's epochs
     def at(step, n):
         length = len(order(0))
         return np.array([order(i // length)[i % length] for i in range(step * n, step * n + n)])
     return at
 
-# Random streams [seed, number, …]. 1: masks of batch-tome. 2, 3: order and masks of tome. 4, 5:
-# order of examples, clozes. 6: cloze entities. 7: masks of the fit. Related clusters have the seed
-# 1000 seed + epoch, their order [seed, epoch], a sample of the memory [seed, 1]. Two streams with
-# equal seeds do no harm.
+# Random seeds are [seed, number, step or epoch], with number 1 for the masks of batch-tome, 2 and 3
+# for the order and masks of tome, 4 and 5 for the order of examples and of clozes. Without a step:
+# 6 for the entities of clozes, 7 for the masks of the fit, 1 for the sample of the memory. Clusters
+# use 1000 seed + epoch, and their order [seed, epoch]. Some seeds coincide, which does no harm.
 
 def epochs_of(run, number, items):
-    """Epochs of these items in random order. number: the random stream."""
+    """endless, reshuffled every epoch. items: an array, or n for 0 … n - 1. number: see above."""
     return endless(lambda epoch: np.random.default_rng([run.seed, number, epoch])
                    .permutation(items))
 
@@ -206,7 +206,7 @@ class BatchTOMEStage:
     toy and mini train in three parts. Preset base, with a million steps, has only the third.
     1. Own values: coreference trains [E_start] and [E_end] to encode their mention. Each mention
        gets its own value (memory.OwnValues), so MLM teaches the layers above to read values.
-    2. The fit: fit_retrieval sets keys, queries and z, so that mentions retrieve similar mentions.
+    2. The fit: fit_retrieval sets keys, queries and eq. 10's z, so that similar mentions are found.
     3. Retrieval: each mention attends to the other passages of the batch, as in the paper."""
     def __init__(self, run, plan):
         self.run, self.plan, corpus = run, plan, run.corpus
@@ -216,7 +216,7 @@ class BatchTOMEStage:
         self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
         self.support = supporting_passages(corpus, self.eval_mentions)
         count = corpus.entity_count
-        # The count of the least frequent entity used; at least 1 excludes entity 0 and unseen ones.
+        # The count of the rarest entity used; at least 1, to exclude entity 0 and unseen entities.
         least = max(1, np.sort(count)[-min(run.settings.coref_entities, len(count))])
         self.is_frequent = torch.from_numpy(count >= least).to(run.device)              # (E,)
         if run.path(plan).exists():                             # weights come from the checkpoint
@@ -245,8 +245,8 @@ class BatchTOMEStage:
         store in a mention what its passage says about the entity; without it TOME loses 2 to 8
         points (app. B.5).
 
-        Before the fit, coreference is applied to H without a memory and to H0, since keys and
-        queries are made from them. A masked mention thus encodes its entity in H0."""
+        Before the fit, coreference is applied to H without a memory, from which keys are made, and
+        to H0, from which queries are made. A masked mention thus encodes its entity in H0."""
         model, before_fit = self.model, step < self.fit_step
         H0, alone, H, _ = model(batch, own_values=before_fit)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
@@ -294,8 +294,8 @@ class TOMEStage:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
         start_from(run, self.model, plan)       # only with --start
-        # The whole memory, and its rows of passages that are not held out. (A baseline's memory is
-        # in the model.)
+        # The whole memory, and its rows from passages that are not held out. (A baseline's memory
+        # is in the model.)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         if not run.is_baseline:
             fraction = run.settings.memory_fraction
@@ -316,9 +316,9 @@ class TOMEStage:
 
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
-        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve.
-        asked_entity and linked_entity differ only under teacher forcing: mentions that were given
-        memories of their entity are not asked for it."""
+        the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve
+        (loss "linking"). asked_entity and linked_entity differ only under teacher forcing: mentions
+        that were given memories of their entity are not asked for it."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -403,18 +403,19 @@ def new_stage(run, plan):
     return TOMEStage(run, plan)
 
 # ---- The loop ------------------------------------------------------------------------------------
-# An unfinished checkpoint contains weights, the optimizer's state and the step. It needs no random
-# state, since batches, masks and dropout are seeded by the step. A finished one contains weights
-# only. Weights that are not finite are never saved.
+# An unfinished checkpoint contains weights (in fine-tuning also the best so far), the optimizer's
+# state and the step. It needs no random state, since the step seeds batches, masks and dropout. A
+# finished one contains only the last or best weights. Weights that are not finite are never saved.
 
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning B.1 says Adam,
     with the same weight decay). Where the losses are new to a trained model (in fine-tuning, and
-    with --init), lower_lr_scale multiplies the learning rate of embeddings and layers below the
-    memory. The first memory layer's queries are made from H0, the output of these layers. TOME-2 is
-    fine-tuned on questions about one fact and about two. Questions about one fact can be answered
-    by eq. 10's search alone. At the full learning rate they would change H0, and make the first
-    layer's queries useless, before questions about two facts are learned."""
+    with --init), lower_lr_scale multiplies the learning rate of everything below the memory.
+
+    This protects the first memory layer's queries, which are made from H0, the output of the layers
+    below. TOME-2 is fine-tuned on questions about one fact and about two. Questions about one fact
+    can be answered by eq. 10's search alone. At the full learning rate they would change H0, and so
+    make the first layer's queries useless, before questions about two facts are learned."""
     groups, is_scaled = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_below_memory = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -461,7 +462,7 @@ class Training:
         rank, size = ann.rank_and_size()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(plan, step) * group["scale"]
-        # For dropout, and for the mentions that are given memories.
+        # Seeds dropout and, in teacher forcing, the choice of mentions that are given memories.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
         batch_of_all = self.stage.next_batch(step)
         batch = batch_of_all.part(rank, size).to(run.device)
@@ -534,8 +535,9 @@ def machine():
     return {"threads": torch.get_num_threads(), "processes": ann.rank_and_size()[1]}
 
 def train_stage(run, plan, checkpoint=None):
-    """Trains a stage and writes its file. Weights are saved before they are evaluated, so an
-    interrupted evaluation is repeated. With steps = 0 the initial weights are saved unchanged."""
+    """Trains a stage and writes its file. Ctrl-C and SIGTERM stop it after the current step, which
+    is saved. Weights are saved before they are evaluated, so an interrupted evaluation is repeated.
+    With steps = 0 the initial weights are saved unchanged."""
     training = Training(run, plan, checkpoint)
     progress, settings = training.progress, run.settings
     bar = tqdm(total=plan.steps, initial=progress["step"], desc=plan.name,
@@ -563,13 +565,13 @@ def train_stage(run, plan, checkpoint=None):
         if training.is_stopped():
             raise KeyboardInterrupt(f"Stopped after {plan.name}, which is saved")
 
-# ---- Initial weights -----------------------------------------------------------------------------
+# ---- Initial weights, and the memories -----------------------------------------------------------
 # TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory. A
 # TOME does not learn to use the memory of a different Mention Encoder (app. B.6).
 
 def new_batch_tome(run, seed):
     """BATCH-TOME with random weights, or with those of run.init: a BERT folder, or a file of the
-    paper's own code. Prints what such a file lacks."""
+    paper's own code. Prints what the published weights lack."""
     torch.manual_seed(seed)
     model = BatchTOME(TOME(run.batch_tome_config))
     if run.init:
@@ -587,8 +589,8 @@ def open_memories(run, tome, n_search):
     return memory, memory if bool(in_training.all()) else memory.select(in_training)
 
 # ---- Evaluation during training: does the memory supply what the passage lacks? ------------------
-# Every process computes the same whole batch and searches its own shards for it, so several
-# processes are no faster than one.
+# Every process computes the same whole batch, and searches its own part of the memory for the
+# queries of all processes. So several processes are no faster than one.
 
 class MaskedMention(NamedTuple):
     """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
@@ -613,7 +615,7 @@ def mean(values):
     return float(np.mean(values)) if len(values) else 0.0
 
 def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
-    """(figures, items): masks each mention alone, reads its passage, and predicts its tokens.
+    """(figures, items): masks the mentions one at a time, and predicts the tokens of each.
 
     mentions: corpus numbers, from data.eval_mentions. progress: the title of a progress bar.
     items: a MaskedMention for each mention. figures: for each of GROUPS a dictionary with
@@ -645,8 +647,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     return figures, items
 
 def in_two_passages(run, memory):
-    """(E,) whether at least two passages of the memory mention an entity. Otherwise a mention can
-    find nothing, since its own passage is excluded. An EntityTable has all entities."""
+    """(E,) whether at least two passages of the memory mention an entity. Otherwise its mentions
+    cannot retrieve it, since their own passage is excluded. An EntityTable has all entities."""
     n_entities = len(run.corpus.entity_names)
     if not isinstance(memory, MentionMemory):
         return torch.ones(n_entities, dtype=torch.bool, device=run.device)
@@ -703,8 +705,8 @@ def sample_eval_mentions(run, n):
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
-    being trained: all passages of their articles, the passages of `each` random mentions per
-    entity, and `others` random passages."""
+    being trained: all passages of the mentions' articles, the passages of `each` random mentions of
+    every entity that they name, and `others` random passages."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -796,9 +798,9 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
 
     def losses(self, batch, step):
-        """In the first steps every linked mention is given memories, and only W_U, what is above it
-        and the word embeddings (shared by the MLM head) are trained. Later a fraction of the
-        mentions is given memories, since otherwise the model forgets how to read them."""
+        """In the first steps every linked mention is given memories, while the queries and layers
+        below the memory are frozen, except the word embeddings, which the MLM head shares. Later a
+        fraction of the mentions is given memories; otherwise the model forgets how to read them."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate
@@ -813,9 +815,9 @@ class TeacherForcedTOMEStage(TOMEStage):
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
         # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
         # trained on it. TOME-1's query (linking) is made before reading, so it is always trained.
-        asked = torch.where(is_given, 0, batch.entity)
-        linked = batch.entity if self.run.config.n_blocks == 1 else asked
-        return self.weighted_losses(batch, H, asked, self.given.found, linked)
+        asked_entity = torch.where(is_given, 0, batch.entity)
+        linked_entity = batch.entity if self.run.config.n_blocks == 1 else asked_entity
+        return self.weighted_losses(batch, H, asked_entity, self.given.found, linked_entity)
 
 # ==== Set apart: files of examples ================================================================
 
@@ -825,14 +827,14 @@ def dev_files(path):
     return [dev] if dev != Path(path) and dev.is_file() else []
 
 def labelled_examples(path, task):
-    """The examples of a file that have a label, or are questions. Raises UserError."""
+    """The claims of a file that have a label, or all of its questions. Raises UserError."""
     examples = [e for e in data.read_examples(path, task) if task == "qa" or e.label is not None]
     if not any(e.label is not None or e.answers for e in examples):
         raise UserError(f"{path}: no example has a label or an answer")
     return examples
 
 def task_examples(run, task, path):
-    """labelled_examples with mentions. Prints how many mentions were found or cannot be used."""
+    """labelled_examples, with mentions detected where the field is missing. Prints some counts."""
     examples = labelled_examples(path, task)
     n_found = sum(e.mentions is None for e in examples)
     if n_found:
@@ -887,15 +889,15 @@ def with_published(run, model):
     say_of_file(run.init, lacks, unused)
     tome, corpus, quote = model.tome, run.corpus, run.tokenizer.token_to_id('"')
     if run.has_batch_tome:
-        tome.entity_query.load_state_dict(model.key.state_dict())       # published without one
+        tome.entity_query.load_state_dict(model.key.state_dict())   # not published; z must fit keys
     elif quote is not None:
         # The markers took unused entries of the vocabulary, which BERT never trained. They start
         # with the embedding of the quotation mark, which also surrounds names.
         word = tome.embeddings.word.weight.data
         word[[corpus.special[data.E_START], corpus.special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
-        # A new MLM head starts with the log frequencies of words in training passages, which would
-        # otherwise take a thousand steps to learn.
+        # The bias of a new MLM head starts as the log frequencies of words in training passages,
+        # which would otherwise take many steps to learn.
         in_training = np.repeat(~corpus.held_out, np.diff(corpus.passage_start))
         tokens = corpus.tokens[in_training][:10 ** 7]
         words = tokens[corpus.maskable[tokens]]
@@ -946,10 +948,10 @@ def start_from(run, tome, plan):
                 raise ValueError(f"its layers differ: {', '.join(layers)}")
 
 # ==== Set apart: presets ==========================================================================
-# These values replace the paper's. toy takes minutes on a laptop; mini is for a few hundred
-# articles.
-# Their models are small and their steps few, so learning rates are 6 to 100 times the paper's. Each
-# process offers all k (k_shard = k), so the search is exact for any number of processes.
+# base keeps the defaults of Settings and Config, the paper's values. toy takes minutes on a laptop,
+# and mini is for a few hundred articles. Both have small models and few steps, so their learning
+# rates are 6 to 100 times the paper's. Each process offers all k memories (k_shard = k), so their
+# search is exact for any number of processes.
 
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
@@ -1022,7 +1024,7 @@ def missing(path, stage, how="missing"):
 
 @contextmanager
 def values_of(path, remedy):
-    """intact, for a file whose values are checked like flags. Errors name the file."""
+    """Like intact, but also names the file in a UserError about a value, as from check_values."""
     with intact(path, remedy=remedy):
         try:
             yield
@@ -1077,17 +1079,17 @@ class Run:
         if self.settings.max_length > config.max_positions:
             raise UserError("--max-length must be at most --max-positions")
         self.is_toy = saved["corpus"] is None
-        # A path to published weights, or None. A BATCH-TOME file is already trained.
+        # The path of --init, or None; whether its weights are a trained BATCH-TOME, not a BERT.
         self.init = saved["init"] and saved["init"]["path"]
         self.has_batch_tome = bool(self.init) and saved["init"]["trained"]
         # Entities as Experts, or no memory at all: there is no Mention Encoder.
         self.is_baseline = config.memory != "mentions"
-        self.read_checkpoint = cache(read_checkpoint)
+        self.read_checkpoint = cache(read_checkpoint)       # so that each file is read only once
 
     def open(self, device=None, appended=False):
-        """Opens the corpus and returns the run. appended: if true, the corpus with the text of
-        --append, otherwise the one used in training. Raises UserError if that is missing, damaged
-        or not the one of run.json."""
+        """Opens the corpus and returns the run. appended: if true, the corpus that includes the
+        text of --append, otherwise the one used in training. Raises UserError if the corpus is
+        missing, damaged or not made as run.json says."""
         self.base = self.appended() if appended else self.out
         folder = self.base / "corpus"
         if not folder.exists():
@@ -1106,8 +1108,8 @@ class Run:
         return self
 
     def plan(self, kind):
-        """The default Plan of a stage. A baseline has no batch-tome, so its tome also trains for
-        the steps of that stage. A batch-tome that is already trained has no steps."""
+        """The default Plan of a stage. A baseline has no batch-tome, so its tome follows the
+        schedule of batch-tome, for the steps of both. A published BATCH-TOME gets no steps."""
         schedules = self.settings.schedule
         first, schedule = schedules["batch-tome"], schedules.get(f"{kind}-{self.blocks}",
                                                                  schedules[kind])
@@ -1122,30 +1124,31 @@ class Run:
 
     def stages_to(self, kind):
         """The stages that lead to this one, and the stage itself."""
-        stages = ["tome", kind] if self.is_baseline else ["batch-tome", "memory", "tome", kind]
+        stages = ["tome"] if self.is_baseline else ["batch-tome", "memory", "tome"]
         if self.is_baseline and kind in ("batch-tome", "memory"):
             raise UserError(f"--stage {kind}: a baseline has no mention memory; use --stage tome")
-        return stages[:stages.index(kind) + 1]
+        return stages[:stages.index(kind) + 1] if kind in stages else [*stages, kind]
 
     def appended(self):
         """The folder appended-NNNN with the highest number, or the run folder."""
         return max(self.out.glob("appended-[0-9][0-9][0-9][0-9]"), default=self.out)
 
     def corpus_made_from(self):
-        """What the corpus of this run is made from."""
+        """What the corpus of this run has to be made from: {name: checksum or setting}."""
         vocab = self.saved["init"]["vocab"] if self.init else self.settings.vocab
         text = f"toy world {self.seed}" if self.is_toy else self.saved["corpus"]["checksum"]
         return {"text": text, "vocabulary": vocab, "passage length": self.settings.passage_length,
                 "maximum length": self.settings.max_length, "unseen": self.settings.unseen}
 
     def made_from(self, kind):
-        """{name: checksum} of the existing results that lead to a stage."""
+        """{name: checksum} of the corpus and the checkpoints that a stage is made from, if they
+        exist. The memory is left out, since it depends only on the corpus and batch-tome."""
         plans = [self.plan(stage) for stage in self.stages_to(kind)[:-1] if stage != "memory"]
         paths = {"corpus": self.out / "corpus/meta.json"} | {p.name: self.path(p) for p in plans}
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
     def check_sources(self, path, made_from, wanted):
-        """Raises UserError if a result was not made from the wanted files, {name: checksum}."""
+        """Raises UserError if `made_from`, stored with the result `path`, differs from `wanted`."""
         with intact(path, remedy="remove it to have it rebuilt"):
             others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
         if others:
@@ -1225,7 +1228,7 @@ def with_flags(saved, args):
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
     saved = saved | {name: given[name] for name in ("preset", "seed") if name in given}
-    if args.old is not None:
+    if args.old is not None:            # --from; `from` is a keyword in Python
         saved["from"] = args.old
     if args.corpus is not None:
         saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("corpus", args.corpus)}
@@ -1264,8 +1267,8 @@ def file_checksum(name, path):
     return checksum(path)
 
 def differences(before, now):
-    """(name, value before, value now) of each value in `now` that differs. Files are compared by
-    checksum, since they may have moved, and shown by path."""
+    """Yields (name, value before, value now) for each value in `now` that differs from the one in
+    `before`. Files are compared by checksum, since they may have moved, and shown by path."""
     def split(value):               # what is shown, what is compared
         if isinstance(value, dict):         # a file in run.json
             return value["path"], value | {"path": None}
@@ -1288,7 +1291,7 @@ def run_values(saved):
 def inherit(args):
     """--from OLD: makes a new run folder from OLD's settings and this command's flags, and links
     OLD's results of the stages before --stage. Raises UserError if such a result depends on a
-    changed setting."""
+    changed setting. --preset, --seed, --corpus and --init count as settings of stage corpus."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
     if args.old is None or (out / "run.json").exists():
         return
@@ -1319,8 +1322,8 @@ def inherit(args):
         data.sync_folder(out.absolute().parent)
 
 def settle(args):
-    """(Run, Plans of the stages up to --stage). Finds mistakes in flags, examples and --start,
-    before anything is written or trained."""
+    """(Run, Plans of the stages up to --stage). Flags such as --steps apply only to the last Plan.
+    Mistakes in flags, examples and --start are found before anything is written or trained."""
     out, kind = Path(args.out), args.task or args.stage
     choose_device(args.device)          # only for its error
     if (out / "run.json").exists():
@@ -1339,7 +1342,7 @@ def settle(args):
         schedule = values.pop("schedule", Settings().schedule)
         saved = {"format": data.FORMAT, "preset": preset, "seed": 0, "from": None, "corpus": None,
                  "init": None, "settings": values,
-                 "schedule": {kind: vars(plan) for kind, plan in schedule.items()}}
+                 "schedule": {name: vars(stage) for name, stage in schedule.items()}}
         run = Run(out, with_flags(saved, args), args.blocks)
     return run, [stage_plan(run, stage, args if stage == kind else None)
                  for stage in run.stages_to(kind) if stage != "memory"]
@@ -1384,7 +1387,7 @@ def stage_flags(run, args):
     return flags
 
 def needs_memory(run, plan, args):
-    """Whether the memory, which follows batch-tome, is needed but missing."""
+    """Whether the memory has to be built right after this stage (only if it is batch-tome)."""
     return (plan.kind == "batch-tome" and args.stage != "batch-tome"
             and not (run.out / "memory").exists())
 
@@ -1408,7 +1411,8 @@ def announce(run, plans, args):
 # ---- What a command makes ------------------------------------------------------------------------
 
 def prepare(run, source):
-    """The first process makes the corpus and run.json if they are missing; the others wait."""
+    """The first process makes the corpus and run.json if they are missing. All other processes
+    wait. source: the file of --corpus, or None to read the corpus from the path in run.json."""
     ann.barrier()               # all processes have read the existing files
     if ann.rank_and_size()[0] == 0:
         if not (run.out / "corpus").exists():
@@ -1433,8 +1437,8 @@ def make_world(folder, seed):
     return folder / "corpus.jsonl"
 
 def make_corpus(run, source, folder, old=None, replace_articles=False, appended=()):
-    """Tokenises `source` into the folder. old: a Corpus whose passages come first, unchanged, and
-    whose tokenizer is used. appended: [checksum, replace_articles] of each file of --append."""
+    """Tokenises `source` into the folder. old: a Corpus whose passages come first, unchanged. Its
+    tokenizer is used. appended: [checksum, replace_articles] per appended file, `source` last."""
     settings, made_from = run.settings, run.corpus_made_from()
     if old is not None:
         tokenizer = old.tokenizer
@@ -1467,8 +1471,8 @@ def append(run, file, replace_articles):
     replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
-    # With --replace, a file may be appended again after a different one, which may have replaced
-    # its articles.
+    # With --replace, only the last file counts, because a later file may have replaced the articles
+    # of an earlier one.
     if record in (done[-1:] if replace_articles else done):
         say(f"{run.base} already contains {file}; nothing is left to do.")
         return
@@ -1543,8 +1547,8 @@ def alone_in(out):
 
 @contextmanager
 def signals_to(handler):
-    """Ctrl-C and SIGTERM call handler(number, frame). Outside the main thread, as in a notebook,
-    Python cannot handle signals, and this does nothing."""
+    """Inside the `with` block, Ctrl-C and SIGTERM call handler(number, frame). Python can set
+    handlers only in the main thread. In any other thread, nothing changes."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -1555,11 +1559,11 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Speeds up float32 products on processors without AMX. There oneDNN with the setting "bf16"
-    still computes in float32, and is faster than MKL on AMD. The setting is undone if a test
-    product is inexact. All runs whose results must be bit-identical have to call this function."""
-    # A compiled product is cached for each shape. Batches have many shapes, and the default of
-    # 1,024 products takes gigabytes.
+    """Speeds up float32 products on processors without AMX. The setting "bf16" selects oneDNN,
+    which on AMD is faster than MKL and, without AMX, still computes in float32. If a test product
+    is inexact, the setting is undone. Bit-identical runs all have to call this function."""
+    # oneDNN caches the code that it compiles for each shape of a product. Batches have many shapes,
+    # and with the default limit of 1,024 the cache takes gigabytes.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")          # read at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
@@ -1567,7 +1571,7 @@ def fast_matmul():
     if has_amx or not hasattr(matmul, "fp32_precision"):
         return
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    x = torch.full((64, 64), 1 + 2 ** -12)
+    x = torch.full((64, 64), 1 + 2 ** -12)          # in bfloat16 this would be rounded to 1
     if not torch.equal(x @ torch.eye(64), x):
         matmul.fp32_precision = before
 
@@ -1577,10 +1581,10 @@ def say(text, file=None):
         tqdm.write(data.printable(text), file)
 
 def say_figures(figures, place=""):
-    """Prints one aligned line of the training log, if anything was measured: the mean losses, then
-    "tokens" (percentage of masked tokens predicted correctly) and "attention" (of masked mentions
-    to memories of their entity), each seen/unseen, or in fine-tuning the accuracy on dev examples.
-    log.jsonl has all figures."""
+    """Prints `place` (stage and step) and figures as one aligned line, if there are any figures.
+    The mean losses come first. Then come "tokens" and "attention" of masked_mentions in percent,
+    each for seen/unseen entities, or in fine-tuning the accuracy on dev examples. log.jsonl has all
+    figures."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
@@ -1658,14 +1662,14 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
                         "results may be changed"}},
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
-        "start": {"help": "start from this .pt file or TOME file of the paper's own code (used as "
-                  'it is with --steps 0) or, with "scratch", from new weights (random, or '
+        "start": {"help": "initial weights: a .pt file, a TOME file of the paper's own code (with "
+                  '--steps 0 they stay unchanged), or "scratch" for new weights (random, or '
                   "--init's)"},
         "task": {"choices": ("claims", "qa"), "help": "what --stage finetune trains"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
         "replace": {"action": "store_true", "default": None,
-                    "help": "with --append: its articles replace those with the same title"}}}
+                    "help": "with --append: new articles replace those with the same title"}}}
 GOES_WITH = {       # stages, and the flags that do nothing in others
     ("batch-tome", "tome", "finetune"): ("steps", "batch", "lr"),
     ("tome", "finetune"): ("start", "n_search", "blocks"),
@@ -1721,8 +1725,8 @@ def train(args):
     return plans[-1]
 
 def report(args, plan):
-    """Runs eval.py, which imports this file, and returns its exit status. With several processes,
-    only prints the command, since the memory may be too large for one process."""
+    """Runs eval.py separately (it imports this file) and returns its exit status. With several
+    processes, only prints the command, since the memory may be too large for one process."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:
@@ -1738,7 +1742,7 @@ def main(argv=None):
     """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
     args, status = parse_arguments(argv), 0
     try:
-        # While a stage is trained, another handler finishes the step and saves first.
+        # Both signals raise KeyboardInterrupt, in train_stage only after the step has been saved.
         with signals_to(signal.default_int_handler):
             fast_matmul()
             join_processes(args.device)
