@@ -17,9 +17,8 @@ alongside the accuracy with the memory ("memory"), the report gives these contro
                      director in "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
-"visible" and "masked" are the mean attention of visible and masked mentions to memories of their
-own entity. A "seen" entity is linked in a training passage; an "unseen" one is not. LEGENDS, below,
-explains the other columns. The run folder is only read."""
+A "seen" entity is linked in a training passage; an "unseen" one is not. LEGENDS, below, explains
+the other columns. The run folder is only read."""
 import argparse
 import json
 import os
@@ -176,11 +175,10 @@ def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of eval.py --json, {group: cell} each. A
     cell is {name: figure}, from at most n held-out mentions of a group (null if it has none).
 
-    "same_entity_mass" is the mean attention of visible and masked mentions to memories of their own
-    entity. "masked_mention" has the other figures of train.masked_mentions. Except for a baseline,
-    it also has the accuracy with the memory emptied and with its values shuffled, the gain
-    ("memory" minus "emptied", averaged over mentions, and its 95% interval or nulls), and the
-    fractions of mentions whose entity is first, or in the first 20, in BM25's vote (bm25_ranks)."""
+    The figures are those of train.masked_mentions. Except for a baseline, "masked_mention" also has
+    the controls, the "gain" ([mean, low, high]: its mean over mentions, and its 95% interval or
+    nulls), and the fractions of mentions whose entity is first, or in the first 20, in BM25's
+    vote (bm25_ranks)."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
@@ -193,11 +191,10 @@ def masked_mention_figures(run, tome, memory, n=1000):
         queries = [BM25Query(tokens=data.eval_batch(corpus, [m]).tokens[0].tolist(),
                              correct=[corpus.mention_entity[m]], own=[corpus.passage_of(m)])
                    for m in mentions]
-        # Rank of a mention's entity when BM25's 20 best passages vote (BM25Query); inf: no votes.
         ranks = bm25_ranks(corpus, memory.passage.tolist(), queries)
     figures = {"masked_mention": {}, "same_entity_mass": {}}
     for group, found in measured.items():
-        chosen, size = groups == group, {"n": found["n"]}
+        chosen = groups == group
         mass = {"visible": found["attention_visible"], "masked": found["attention"]}
         cell = {"memory": found["tokens"], "entity": found["entity"],
                 "recall@20": found["recall@20"]}
@@ -207,10 +204,9 @@ def masked_mention_figures(run, tome, memory, n=1000):
                      "gain": [train.mean(gains[chosen]), low, high],
                      "bm25_entity": train.mean(ranks[chosen] <= 1),
                      "bm25_entity@20": train.mean(ranks[chosen] <= 20)}
-        if size["n"] == 0:
-            cell, mass = dict.fromkeys(cell), dict.fromkeys(mass)
-        figures["masked_mention"][group] = cell | size
-        figures["same_entity_mass"][group] = mass | size
+        for name, values in (("masked_mention", cell), ("same_entity_mass", mass)):
+            values = values if found["n"] else dict.fromkeys(values)
+            figures[name][group] = values | {"n": found["n"]}
     return figures
 
 def toy_figures(run, tome, memory, task):
@@ -339,25 +335,19 @@ def new_figure(path):
         raise data.UserError(f"--plot {path}: the name must end in .png, .svg or .pdf")
     return figure
 
-def by_size(run, tome, memory, shares, n=300):
-    """{group: [accuracy with each of these shares of the memory]}, for n mentions of each group."""
-    mentions, rows = train.sample_eval_mentions(run, n), {}
-    for share in shares:
-        measured, _ = train.masked_mentions(run, tome, memory.sample(share), mentions,
-                                            progress=f"{share:.0%} of the memory")
-        for group, cell in measured.items():
-            if cell["n"]:
-                rows.setdefault(group, []).append(cell["tokens"])
-    return rows
-
 def draw_run(figure, opened, blocks):
     """Left: training. Right: accuracy against the share of the memory (like the paper's figure 2,
     but only the memory used for evaluation varies)."""
+    run, tome, memory, _ = opened
     left, right = figure.subplots(1, 2, sharey=True)
-    draw_training(left, opened.run, blocks)
-    shares = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
-    for group, accuracies in by_size(*opened[:3], shares).items():
-        right.plot([100 * share for share in shares], accuracies, ".-", label=group)
+    draw_training(left, run, blocks)
+    mentions, shares = train.sample_eval_mentions(run, 300), (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+    measured = [train.masked_mentions(run, tome, memory.sample(share), mentions,
+                                      progress=f"{share:.0%} of the memory")[0] for share in shares]
+    for group in train.GROUPS:
+        if measured[0][group]["n"]:
+            accuracies = [figures[group]["tokens"] for figures in measured]
+            right.plot([100 * share for share in shares], accuracies, ".-", label=group)
     right.set(xlabel="share of the memory (%)", ylabel="masked tokens predicted correctly")
     right.legend(frameon=False)
 
@@ -433,8 +423,8 @@ def report(opened, args):
         return
     if args.examples:
         examples = train.task_examples(run, task, args.examples)
-        cells = {"all": figures_of(run, tome, memory, task, examples)}
-        figures = {task: cells["all"]}
+        figures = {task: figures_of(run, tome, memory, task, examples)}
+        cells = {"all": figures[task]}
     elif task:
         figures = {task: toy_figures(run, tome, memory, task)}
         cells = {f"{hops} {group}": cell for hops in ("one_hop", "two_hop")
