@@ -27,8 +27,7 @@ def dot(queries, keys):
 
 def plain_topk(queries, keys, k, query_passage=None, key_passage=None):
     """The definition of what the searches below find, used in tests and for empty results. The
-    arguments are those of exact_topk. The other searches have no gradient, so
-    MentionMemory.retrieve recomputes the scores of the keys that they find."""
+    arguments are those of exact_topk."""
     scores = allowed_scores(queries, torch.as_tensor(keys), query_passage, key_passage)
     scores = scores.masked_fill(~scores.isfinite(), -torch.inf)
     return best_of(scores, torch.arange(len(keys), device=scores.device).expand_as(scores), k)

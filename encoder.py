@@ -46,8 +46,7 @@ class Config:
     key_dim: int = setting(128, (1, 10_000), "size of keys and queries, d_K")
     value_dim: int = setting(512, (1, 10_000), "size of values, d_V")
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
-    # Each process searches its own shard of the memory and offers k_shard memories. The k best are
-    # kept. With fewer than k / k_shard processes, MentionMemory.retrieve increases k_shard.
+    # MentionMemory.retrieve explains k_shard, and increases it if there are few processes.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
     # 4096: all that the paper's 128 processes offer for eq. 10, 32 each.
@@ -55,20 +54,17 @@ class Config:
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of memory.EntityTable; TOME has none. In both baselines
-                                # eq. 10 uses it, memory layers only if memory is "entities"
+    n_entities: int = 0         # rows of memory.EntityTable, in both baselines; 0 in TOME
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; always float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
-        """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided:
-        each block of TOME-2 gets a copy of it, then a layer that at first only normalises
-        (tome.split_into_blocks). With the copy alone, TOME-2 learned claims about two facts less
-        well."""
-        if self.n_upper == 1:
-            return 1 if self.n_blocks == 1 else 2
-        return self.n_upper // self.n_blocks
+        """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided
+        (1 // 2 is 0): each block of TOME-2 gets two, a copy of it and a layer that at first only
+        normalises (tome.split_into_blocks). With the copy alone, TOME-2 learned claims about two
+        facts less well."""
+        return self.n_upper // self.n_blocks or 2
 
 class Embeddings(nn.Module):
     """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""

@@ -29,7 +29,7 @@ import ann
 import data                     # its Corpus, its Batch, and functions for files
 from encoder import SpanEncodingLayer, low_precision
 
-PASSAGES_PER_SHARD = 8192       # here a shard is a set of files; in ann.py it is a process's rows
+PASSAGES_PER_SHARD = 8192       # of the memory's files; in ann.py a shard is a process's rows
 BATCH_TOKENS = 8192             # tokens encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
@@ -182,7 +182,6 @@ class MemoryAttention(nn.Module):
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
 
     def forward(self, H, mentions, memory):
-        """H, updated at each mention's start (eq. 9) and normalised, and what eq. 6–8 retrieved."""
         query = self.query(H, mentions.row, mentions.start, mentions.end)
         found = memory.attend(query, mentions.passage, self.k, self.k_shard)
         # accumulate=True adds the update to H_s. A mention without any allowed memory gets no
@@ -265,8 +264,6 @@ class GivenMemory:
         return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))
 
 # ==== Set apart: files ============================================================================
-# Here a shard is PASSAGES_PER_SHARD passages in .npy files, whatever the number of processes.
-
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
     processes call it and divide the shards among themselves. made_from: checksums {"corpus": …,
