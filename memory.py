@@ -146,15 +146,15 @@ class MentionMemory:
         return other
 
     def select(self, keep):
-        """The memory with only the rows where keep (N,) is true."""
+        """The memory with only the rows where keep (N,) is true; without a copy if all are."""
+        if keep.all():
+            return self
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def sample(self, fraction, seed=0):
         """A uniform sample by passage (§4.1 samples mentions, 38M of 150M): a passage is kept as a
         whole or left out, so that the mentions of a fact stay together. sample(0) is the emptied
         memory."""
-        if fraction >= 1:
-            return self
         # n may differ between processes, but random(n) always begins with the same numbers.
         n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
