@@ -199,8 +199,7 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
     search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
     queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
     of each process. Returns scores, ids (Q, k); an id is a row of the concatenated shards. Exact if
-    k_shard = k. If k = k_shard × processes, as in the paper for eq. 10, every offered key is kept
-    (app. C.1.4)."""
+    k_shard = k."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]

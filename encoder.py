@@ -49,7 +49,7 @@ class Config:
     # MentionMemory.retrieve explains k_shard, and increases it if there are few processes.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
     k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
-    # 4096: all that the paper's 128 processes offer for eq. 10, 32 each.
+    # 4096: all that the paper's 128 processes offer for eq. 10, 32 each (app. C.1.4).
     k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),

@@ -224,8 +224,7 @@ def toy_figures(run, tome, memory, task):
 def figures_of(run, tome, memory, task, examples):
     """A cell: {name of a figure: its mean over these examples}, "interval" ({name: 95% interval})
     and "n". Figures: accuracies with the memory and with the controls that the examples allow and,
-    for questions, recall@20 (also BM25's) and "answer_is_entity", the fraction with an answer among
-    the corpus's entities. The model can answer only such questions."""
+    for questions, recall@20 (also BM25's) and "answer_is_entity" (others cannot be answered)."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)
