@@ -341,8 +341,11 @@ def draw_run(figure, opened, blocks):
     left, right = figure.subplots(1, 2, sharey=True)
     draw_training(left, run, blocks)
     mentions, shares = train.sample_eval_mentions(run, 300), (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
-    measured = [train.masked_mentions(run, tome, memory.sample(share), mentions,
-                                      progress=f"{share:.0%} of the memory")[0] for share in shares]
+    measured = []
+    for share in shares:
+        figures, _ = train.masked_mentions(run, tome, memory.sample(share), mentions,
+                                           progress=f"{share:.0%} of the memory")
+        measured.append(figures)
     for group in train.GROUPS:
         if measured[0][group]["n"]:
             accuracies = [figures[group]["tokens"] for figures in measured]
