@@ -46,7 +46,7 @@ def reference(tmp_path_factory):
 def small(monkeypatch):
     """The very small model, shards and toy world of tests/faults.py in this process."""
     import faults
-    faults.shrink(monkeypatch.setattr, monkeypatch.setitem)
+    faults.shrink(monkeypatch)
 
 @pytest.fixture
 def done(reference, small, tmp_path):

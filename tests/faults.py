@@ -45,19 +45,18 @@ MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 
          "k_answer_shard": 8, "k_finetune": 16, "dropout": 0.1, "schedule": SCHEDULE}
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])     # imports half of PyTorch before a fork
 
-def shrink(setattr=setattr, setitem=dict.__setitem__):
-    """Makes model, shards and toy world very small in this process."""
-    setitem(train.PRESETS, "toy", MICRO)
-    setattr(memory, "PASSAGES_PER_SHARD", 64)
-    for kind in data.COUNTS:
-        setitem(data.COUNTS, kind, 10)
+def shrink(patch):
+    """Makes model, shards and toy world very small in this process. patch: a pytest.MonkeyPatch."""
+    patch.setitem(train.PRESETS, "toy", MICRO)
+    patch.setattr(memory, "PASSAGES_PER_SHARD", 64)
+    patch.setattr(data, "COUNTS", dict.fromkeys(data.COUNTS, 10))
 
 # The commands of a run, in their order; {} is the folder of the reference.
 STAGES = {"batch-tome": "--stage batch-tome", "memory": "--stage memory", "tome": "--stage tome",
           "tome-2": "--stage tome --blocks 2", "qa": "--stage finetune --task qa",
           "append": "--stage memory --append {}/more.jsonl",
           "append again": "--stage memory --append {}/other.jsonl --replace",
-          "from": "--stage tome --from {}/whole --entity-weight 0.3"}
+          "from": "--stage tome --from {}/done/run --entity-weight 0.3"}
 
 def command(stage, reference, out, *more):
     """The arguments of train.py for one of STAGES."""
@@ -82,7 +81,7 @@ class Child:
             setattr(sys, name, open(number, "w", closefd=False))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(environment)
-        shrink()
+        shrink(pytest.MonkeyPatch())
         fault()
         sys.exit(train.main(arguments))
 
@@ -100,12 +99,12 @@ def run(arguments, fault=lambda: None, **more):
     return Child(arguments, fault, **more).wait()
 
 def several(arguments, faults):
-    """Children that are the processes of one run, each with its fault."""
+    """Children that are the processes of one run, each with its fault; None: it is never started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(faults))}
     return [Child(arguments, fault, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank, fault in enumerate(faults)]
+            for rank, fault in enumerate(faults) if fault]
 
 def quietly(main, arguments):
     """(exit code, stdout, stderr without progress bars) of a command in this process."""
@@ -115,6 +114,12 @@ def quietly(main, arguments):
     lines = err.getvalue().replace("\r", "\n").split("\n")
     lines = [line for line in lines if line.strip() and "%|" not in line]
     return code, out.getvalue(), "\n".join(lines)
+
+def refused(result, *words):
+    """Asserts that a command ended with status 1 and one sentence that contains all words."""
+    code, _, err = result
+    assert code == 1 and err.count("\n") == 0, (code, err)
+    assert all(str(word) in err for word in words), err
 
 # ---- File operations -----------------------------------------------------------------------------
 
@@ -177,17 +182,26 @@ def signal_at(n, number=signal.SIGKILL):
         watch_operations(before)
     return fault
 
+def before_call(real, do, *numbers):
+    """The function `real`, except that do(arguments) comes before its calls with these numbers."""
+    count = itertools.count(1)
+
+    def call(*args, **kwargs):
+        if next(count) in numbers:
+            do(*args)
+        return real(*args, **kwargs)
+    return call
+
+def signal_at_call(n, owner, name, number=signal.SIGKILL):
+    """A fault: this signal before the n-th call of the function owner.name."""
+    def fault():
+        real = getattr(owner, name)
+        setattr(owner, name, before_call(real, lambda *_: os.kill(os.getpid(), number), n))
+    return fault
+
 def die_at_step(n):
     """A fault: SIGKILL before the n-th step of the optimizer."""
-    def fault():
-        count, real = itertools.count(1), torch.optim.AdamW.step
-
-        def step(*args, **kwargs):
-            if next(count) == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-        torch.optim.AdamW.step = step
-    return fault
+    return signal_at_call(n, torch.optim.AdamW, "step")
 
 class Journal:
     """What a command changed and has not yet made durable: contents of files since their last
@@ -287,6 +301,13 @@ def contents(out):
             held[name] = records
     return held
 
+def log_of(out):
+    """The records of log.jsonl."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
 def difference(out, expected):
     """The names of files that differ from, are missing in or too many for `expected`."""
     found = contents(out)
@@ -295,13 +316,13 @@ def difference(out, expected):
 class Reference:
     """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage],
     its contents; operations[stage], what the stage did to files; results[…]: what commands say.
-    `whole`: the run at its end."""
+    `whole`: the run at the end, also in before["done"]. before["half a tome"]: TOME at step 3 of 4."""
 
     def __init__(self, folder):
-        self.folder, self.whole = folder, folder / "whole"
+        self.folder, self.whole = folder, folder / "done/run"
         folder.mkdir(exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
-            shrink(patch.setattr, patch.setitem)
+            shrink(patch)
             lines, _ = data.toy_world(5)
         titles = sorted({line["title"] for line in lines})
         for name, chosen in (("more", titles[:8]), ("other", titles[4:10])):
@@ -310,7 +331,7 @@ class Reference:
         place = folder / "place"
         for stage in STAGES:
             if stage == "from":
-                shutil.rmtree(place / "run")
+                self.before["done"] = place.rename(folder / "done")
             self.before[stage] = folder / f"before {stage}"
             place.mkdir(exist_ok=True)
             shutil.copytree(place, self.before[stage])
@@ -320,15 +341,15 @@ class Reference:
             assert code == 0, said
             self.operations[stage] = (states / "list").read_text().splitlines()
             self.after[stage] = contents(place / "run")
-            if stage != "from":
-                shutil.rmtree(self.whole, ignore_errors=True)
-                shutil.copytree(place / "run", self.whole)
+        half = self.fresh("tome")
+        run(command("tome", folder, half), die_at_step(4))
+        self.before["half a tome"] = half.parent.rename(folder / "half a tome")
 
-    def fresh(self, stage):
-        """A copy, to be spoilt, of what a stage finds; returns the run folder in it."""
+    def fresh(self, name):
+        """A copy, to be spoilt, of before[name]; returns the run folder in it."""
         place = self.folder / "spoilt"
         shutil.rmtree(place, ignore_errors=True)
-        return Path(shutil.copytree(self.before[stage], place)) / "run"
+        return Path(shutil.copytree(self.before[name], place)) / "run"
 
 def finish(reference, stage, out):
     """The same command again after a fault: what went wrong, or None."""
@@ -430,16 +451,6 @@ def spoil(path, rng, how=None):
         path.write_bytes(raw)
     return how
 
-def spoilt_in(reference, name):
-    """A copy of the folder of that name; returns the run folder in it."""
-    if name not in reference.before:
-        stage, fault = {"done": ("append again", lambda: None),
-                        "half a tome": ("tome", die_at_step(4))}[name]
-        out = reference.fresh(stage)
-        run(command(stage, reference.folder, out), fault)
-        reference.before[name] = shutil.copytree(out.parent, reference.folder / name)
-    return reference.fresh(name)
-
 def result_of(how, reference, out):
     """(exit code, result, stderr) of eval.py or of a stage."""
     if how.startswith("eval"):
@@ -455,11 +466,11 @@ def corruptions(reference, kind, n, rng):
     wrong. A forged value may be another setting, with which the command works."""
     pattern, where, how = KINDS[kind]
     if (where, how) not in reference.results:
-        reference.results[where, how] = result_of(how, reference, spoilt_in(reference, where))
+        reference.results[where, how] = result_of(how, reference, reference.fresh(where))
     _, expected, _ = reference.results[where, how]
     counts, wrong = Counter(), []
     for _ in range(n):
-        out = spoilt_in(reference, where)
+        out = reference.fresh(where)
         path = rng.choice(sorted(out.glob(pattern)))
         done = spoil(path, rng)
         before = contents(out)
@@ -546,7 +557,7 @@ def fuzz_example(folder, line, task, tokenizer, entity_index):
 def fuzz(folder, n):
     """n mutated lines, half of corpora, a quarter of each task: {what: Counter}."""
     with pytest.MonkeyPatch.context() as patch:
-        shrink(patch.setattr, patch.setitem)
+        shrink(patch)
         lines, examples = data.toy_world(3)
     tokenizer = data.train_tokenizer((line["text"] for line in lines), 400)
     index = {name: i for i, name in enumerate(["", *sorted({line["title"] for line in lines})])}
@@ -566,24 +577,20 @@ def leak(reference, steps):
     """[(own memory in MB, number of tensors)] after a fifth of the steps of a training, after three
     quarters, and at its end. The fit is between the first two: after it more layers have gradients
     and optimizer states."""
-    out, seen, count = reference.fresh("batch-tome"), [], itertools.count(1)
-    real = torch.optim.AdamW.step
+    out, seen = reference.fresh("batch-tome"), []
 
-    def step(*args, **kwargs):
-        if next(count) in (steps // 5, steps * 3 // 4, steps):
-            gc.collect()
-            n = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-            own = next(x for x in open("/proc/self/status") if x.startswith("RssAnon"))
-            seen.append((round(int(own.split()[1]) / 1024, 1), n))
-        return real(*args, **kwargs)
+    def measure(*_):
+        gc.collect()
+        n = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        own = next(x for x in open("/proc/self/status") if x.startswith("RssAnon"))
+        seen.append((round(int(own.split()[1]) / 1024, 1), n))
 
-    torch.optim.AdamW.step = step
-    try:
+    step = before_call(torch.optim.AdamW.step, measure, steps // 5, steps * 3 // 4, steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
         code, _, err = quietly(train.main, command(
             "batch-tome", reference.folder, out, "--steps", steps, "--batch", 2, "--cluster", 2,
             "--log-every", steps // 10, "--save-every", steps // 10))
-    finally:
-        torch.optim.AdamW.step = real
     assert code == 0, err
     return seen
 
@@ -614,7 +621,7 @@ def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
             ends = {n: after_signal(reference, stage, n, number) for n in chosen}
             wrong = [f"{stage}, {n}: {end}" for n, end in ends.items() if end]
             say(f"signal {number} to the process, {stage}: {10 - len(wrong)} of 10", wrong=wrong)
-    shrink()
+    shrink(pytest.MonkeyPatch())
     for kind in KINDS if "corrupt" in parts else ():
         say(f"damaged or forged {kind}", *corruptions(reference, kind, n_corruptions, rng))
     for what, counts in fuzz(folder, n_lines).items() if "fuzz" in parts else ():
