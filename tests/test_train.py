@@ -18,7 +18,7 @@ import eval as evaluation
 import faults
 import memory as memory_file
 import train
-from faults import command, contents, difference, quietly
+from faults import before_call, command, contents, difference, log_of, quietly, refused, weights
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("small")
@@ -34,20 +34,12 @@ def works(*arguments):
     assert code == 0, err
     return said
 
-def refused(result, *words):
-    """Asserts that a command ended with status 1 and one sentence that contains all words."""
-    code, _, err = result
-    assert code == 1 and err.count("\n") == 0, (code, err)
-    assert all(str(word) in err for word in words), err
-
 def about(path):
     return train.read_checkpoint(path)["about"]
 
-def weights(path):
-    return torch.load(path, weights_only=True)["model"]
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+def times(out):
+    """{path: when it was last changed}, to see that a command changes nothing."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 def retouch(path):
     """A checkpoint with other weights, otherwise intact."""
@@ -84,7 +76,7 @@ def test_a_command_says_what_it_will_train_and_leaves_a_self_contained_run(tmp_p
     assert saved["settings"].keys() == train.FLAGS.keys()
     assert saved["schedule"].keys() == {"batch-tome", "tome", "claims", "qa"}
     assert (saved["preset"], saved["seed"], saved["corpus"]) == ("toy", 0, None)
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    log = log_of(out)
     assert [(r["stage"], r["step"]) for r in log] == [
         ("batch-tome", 3), ("batch-tome", 4), ("tome-1", 3)]
     assert {"mlm", "coref", "seen", "unseen", "seconds", "lr"} <= log[0].keys()
@@ -98,11 +90,10 @@ def test_a_finished_run_does_not_depend_on_what_presets_say_later(done, monkeypa
     works("finetune --task claims", done, "--steps", 1)
 
 def test_repeating_the_commands_changes_nothing(reference, done):
-    whole = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
-    for stage in faults.STAGES:
-        if stage != "from":
-            assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
-    assert whole == {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+    whole = times(done)
+    for stage in faults.STAGES.keys() - {"from"}:
+        assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
+    assert times(done) == whole
 
 @pytest.mark.parametrize("flag, value, before", [
     ("--preset", "mini", "toy"), ("--seed", 1, 0), ("--hidden", 48, 96), ("--clip", 2.0, 1.0),
@@ -127,35 +118,25 @@ def test_a_corpus_file_may_move_but_not_change(tmp_path, corpus_file):
     moved.write_text(moved.read_text() + moved.read_text().splitlines()[0] + "\n")
     refused(run("memory", out, "--corpus", moved), "--corpus", moved, corpus_file, "leave the flag")
 
-@pytest.mark.parametrize("what", ["--corpus", "--append"])
+@pytest.mark.parametrize("stage, flag", [("batch-tome", "--corpus"), ("memory", "--append")])
 def test_a_file_that_grows_while_it_is_read_is_refused(
-        before, reference, corpus_file, tmp_path, monkeypatch, what):
-    out, build = tmp_path / "run", data.Corpus.build
-    stage, steps = "batch-tome", ["--steps", 1]
-    if what == "--append":
-        out, stage, steps = before("append"), "memory", []
-        shutil.copy(reference.folder / "more.jsonl", corpus_file)
-    whole, line = contents(out), corpus_file.read_text().splitlines(True)[0]
+        before, reference, tmp_path, monkeypatch, stage, flag):
+    out = before("append") if flag == "--append" else tmp_path / "run"
+    file = Path(shutil.copy(reference.folder / "more.jsonl", tmp_path))
+    whole, line = contents(out), file.read_text().splitlines(True)[0]
 
-    def grows(path, *arguments, **options):
-        with open(path, "a") as file:
-            file.write(line)
-        return build(path, *arguments, **options)
-
+    def grow(path, *_):
+        with open(path, "a") as end:
+            end.write(line)
     with monkeypatch.context() as patch:
-        patch.setattr(data.Corpus, "build", grows)
-        refused(run(stage, out, what, corpus_file), corpus_file, "changed while it was being read")
+        patch.setattr(data.Corpus, "build", before_call(data.Corpus.build, grow, 1))
+        refused(run(stage, out, flag, file), file, "changed while it was being read")
     assert not difference(out, whole)
-    works(stage, out, what, corpus_file, *steps)
+    works(stage, out, flag, file)
 
-def test_until_the_corpus_is_complete_a_command_may_change_the_seed(tmp_path, monkeypatch):
-    out, build = tmp_path / "run", data.Corpus.build
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(data.Corpus, "build", interrupted)
-    assert run("batch-tome", out, "--seed", 0)[0] == 130
-    monkeypatch.setattr(data.Corpus, "build", build)
+def test_until_the_corpus_is_complete_a_command_may_change_the_seed(tmp_path):
+    out, fault = tmp_path / "run", faults.signal_at_call(1, data.Corpus, "build")
+    assert faults.run(command("batch-tome", "", out), fault)[0] < 0
     refused(run("batch-tome", out, "--seed", 5), "world", "--seed")
     shutil.rmtree(out / "world")
     works("batch-tome", out, "--seed", 5, "--steps", 1)
@@ -215,9 +196,10 @@ def test_a_second_command_does_not_empty_the_new_folder_of_the_first(reference, 
 
 def test_tome_2_shares_batch_tome_and_the_memory_of_tome_1(before, reference):
     out = before("tome-2")
-    shared = {p: p.stat().st_mtime_ns for p in (out / "batch-tome.pt", *out.glob("memory/*"))}
+    shared = (out / "batch-tome.pt", *out.glob("memory/*"))
+    whole = times(out)
     assert "tome-2 (4 steps, preset toy)." in works("tome --blocks 2", out)
-    assert shared == {p: p.stat().st_mtime_ns for p in shared}
+    assert all(times(out)[path] == whole[path] for path in shared)
     assert not set(difference(out, reference.after["tome-2"]))
     for blocks in (1, 2):
         loaded, tome, _ = train.open_run(out, blocks=blocks)
@@ -254,54 +236,42 @@ def test_a_stage_that_has_begun_continues_with_its_flags_or_a_lower_rate(before,
     assert "tome-1 (from step 3 to 6)" in works("tome", out, "--lr", 1e-4)
     assert (about(out / "tome-1.pt")["lr"], about(out / "tome-1.pt")["batch"]) == (1e-4, 4)
 
-@pytest.mark.parametrize("when", ["in the middle", "at the end"])
-def test_a_weight_that_is_not_finite_is_never_saved_and_the_advice_works(
-        before, monkeypatch, when):
-    real, calls, out = torch.optim.AdamW.step, [], before("tome")
-
-    def blows_up(self, *args, **kwargs):
-        result = real(self, *args, **kwargs)
-        calls.append(1)
-        if len(calls) == {"in the middle": 3, "at the end": 4}[when]:
-            self.param_groups[0]["params"][0].data.fill_(float("inf"))
-        return result
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", blows_up)
-    result = run("tome --blocks 2", out)
+@pytest.mark.parametrize("n", [3, 4], ids=["in the middle", "at the end"])
+def test_a_weight_that_is_not_finite_is_never_saved_and_the_advice_works(before, monkeypatch, n):
+    def blow_up(optimizer):
+        optimizer.param_groups[0]["params"][0].data.fill_(float("inf"))
+    out, step = before("tome"), torch.optim.AdamW.step
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", before_call(step, blow_up, n))
+        result = run("tome --blocks 2", out)
     refused(result, "not finite at step", "tome-2.pt has the last checkpoint")
     advice = result[2].split("--stage tome ")[1].rstrip(".").split()
-    monkeypatch.setattr(torch.optim.AdamW, "step", real)
     assert advice[:3] == ["--blocks", "2", "--lr"]
     works("tome", out, *advice)
     assert about(out / "tome-2.pt")["lr"] == float(advice[3]) == 3e-4           # a third
     assert all(t.isfinite().all() for t in weights(out / "tome-2.pt").values())
 
 def test_a_loss_that_is_not_a_number_names_step_and_passages(before, monkeypatch):
-    real, calls, out, batches = train.mlm_loss, [], before("tome"), []
-    made = train.masked_batch
-
-    def poisoned(*args):
-        calls.append(1)
-        return real(*args) * (float("nan") if len(calls) == 4 else 1)
-    monkeypatch.setattr(train, "mlm_loss", poisoned)
-    monkeypatch.setattr(train, "masked_batch", lambda run, passages, *a: (
-        batches.append(passages), made(run, passages, *a))[1])
-    result = run("tome", out)
-    refused(result, "at step 3", ", ".join(map(str, sorted({*batches[3].tolist()}))))
-    assert about(out / "tome-1.pt")["step"] == 3
+    out, passages, made, loss = before("tome"), set(), train.masked_batch, train.mlm_loss
+    monkeypatch.setattr(train, "masked_batch", before_call(
+        made, lambda run, chosen, *_: passages.update(chosen.tolist()), 4))
+    monkeypatch.setattr(train, "mlm_loss", before_call(
+        loss, lambda logits, answers: logits.data.fill_(float("nan")), 4))
+    refused(run("tome", out), "at step 3", ", ".join(map(str, sorted(passages))))
+    assert passages and about(out / "tome-1.pt")["step"] == 3
 
 def test_an_evaluation_that_fails_costs_no_step_and_is_repeated_first(
         before, reference, monkeypatch):
-    out, real, step, steps = before("tome"), train.masked_mentions, torch.optim.AdamW.step, []
+    out, step, steps = before("tome"), torch.optim.AdamW.step, []
 
     def too_big(*args):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 TB")
-    monkeypatch.setattr(train, "masked_mentions", too_big)
-    refused(run("tome", out, "--log-every", 3), "can't allocate memory", "the same command")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "masked_mentions", too_big)
+        refused(run("tome", out, "--log-every", 3), "can't allocate memory", "the same command")
     assert (about(out / "tome-1.pt")["step"], about(out / "tome-1.pt")["evaluated"]) == (3, 0)
     with pytest.raises(data.UserError, match="unfinished"):
         train.open_run(out)
-    monkeypatch.setattr(train, "masked_mentions", real)
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: steps.append(1) or step(*a, **k))
     works("tome", out)
     assert len(steps) == 1 and not difference(out, reference.after["tome"])
@@ -375,22 +345,23 @@ def test_start_refuses_weights_with_another_vocabulary(done, tmp_path):
 
 # ---- Contract 7: bytes ---------------------------------------------------------------------------
 
-def test_finished_files_contain_weights_only_and_the_same_bytes_after_an_interruption(
-        reference, before, tmp_path):
-    assert torch.load(reference.whole / "qa-1.pt", weights_only=True).keys() == {"about", "model"}
+def test_an_interruption_and_an_append_do_not_change_the_bytes_of_a_finished_file(reference, before):
+    """It contains weights only, since an unfinished file also contains the optimizer's state."""
     out = before("qa")
-    code, _ = faults.run(command("qa", reference.folder, out), faults.die_at_step(4))
-    assert code < 0
-    half = torch.load(out / "qa-1.pt", weights_only=True)
-    assert half.keys() == {"about", "model", "optimizer", "best"}
+    assert faults.run(command("qa", reference.folder, out), faults.die_at_step(4))[0] < 0
+    assert torch.load(out / "qa-1.pt", weights_only=True).keys() == {"about", "model", "optimizer", "best"}
+    works("memory", out, "--append", reference.folder / "more.jsonl")
     works("finetune --task qa", out)
+    assert torch.load(out / "qa-1.pt", weights_only=True).keys() == {"about", "model"}
     assert (out / "qa-1.pt").read_bytes() == reference.after["qa"]["qa-1.pt"]
+    assert figures_of(out, "--task", "qa")
 
 @slow
 def test_another_seed_gives_other_weights(reference, tmp_path):
     works("batch-tome", tmp_path / "run", "--seed", 1)
     first, other = (weights(out / "batch-tome.pt") for out in (reference.whole, tmp_path / "run"))
-    assert not equal(first, other)
+    assert first.keys() == other.keys()
+    assert any(not torch.equal(first[name], other[name]) for name in first)
 
 # ---- Contract 8: --append ------------------------------------------------------------------------
 
@@ -402,12 +373,11 @@ def test_an_append_is_one_new_folder_and_leaves_everything_else_alone(reference)
     assert [what for what in reference.operations["append"] if what.startswith("rename")][-1] \
         == "rename run/appended-0001.part"
 
-def test_the_append_with_the_highest_number_is_used(reference, done):
-    names = [train.open_run(done)[0].corpus.titles for _ in range(1)]
-    shutil.rmtree(done / "appended-0002")
-    names.append(train.open_run(done)[0].corpus.titles)
-    shutil.rmtree(done / "appended-0001")
-    names.append(train.open_run(done)[0].corpus.titles)
+def test_the_append_with_the_highest_number_is_used(done):
+    names = []
+    for newest in ("appended-0002", "appended-0001", ""):
+        names.append(train.open_run(done)[0].corpus.titles)
+        shutil.rmtree(done / newest)
     assert len(names[0]) > len(names[1]) > len(names[2]) and names[0][:len(names[1])] == names[1]
 
 def test_training_does_not_depend_on_appended_text(reference, done):
@@ -416,14 +386,6 @@ def test_training_does_not_depend_on_appended_text(reference, done):
         (done / f"{name}.pt").unlink()
         assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
     assert not set(difference(done, reference.after["append again"])) - {"log.jsonl"}
-
-def test_an_append_during_an_interruption_does_not_change_fine_tuning(reference, before):
-    out = before("qa")
-    assert faults.run(command("qa", reference.folder, out), faults.die_at_step(4))[0] < 0
-    works("memory", out, "--append", reference.folder / "more.jsonl")
-    works("finetune --task qa", out)
-    assert (out / "qa-1.pt").read_bytes() == reference.after["qa"]["qa-1.pt"]
-    assert figures_of(out, "--task", "qa")
 
 def test_appending_the_same_file_again_is_reported_and_does_nothing(reference, done):
     whole = contents(done)
@@ -444,29 +406,18 @@ def test_replace_removes_old_articles_from_the_memory_and_append_alone_does_not(
     _, _, both = train.open_run(done)
     assert len(both) > len(table)
 
-def test_appended_text_is_held_out_and_gives_the_memory_of_a_corpus_built_at_once(
-        reference, done, tmp_path):
+def test_an_append_gives_the_memory_of_a_corpus_built_at_once(reference, done, tmp_path):
     shutil.rmtree(done / "appended-0002")
-    first, after = data.Corpus(done / "corpus"), data.Corpus(done / "appended-0001/corpus")
-    both, n = tmp_path / "both.jsonl", len(first.article)
+    loaded, _, table = train.open_run(done)
+    both, settings = tmp_path / "both.jsonl", loaded.settings
     both.write_text((done / "world/corpus.jsonl").read_text()
                     + (reference.folder / "more.jsonl").read_text())
-    settings = train.read_run(done).settings
-    built = data.Corpus.build(both, tmp_path / "both", first.tokenizer, settings.passage_length,
+    built = data.Corpus.build(both, tmp_path / "both", loaded.tokenizer, settings.passage_length,
                               settings.max_length)
-    for array in data.Corpus.ARRAYS:
-        if array != "held_out":
-            assert (getattr(after, array) == getattr(built, array)).all(), array
-    assert after.held_out[n:].all() and (after.held_out[:n] == first.held_out).all()
-    assert (after.entity_count[:len(first.entity_count)] == first.entity_count).all()
-    assert not after.entity_count[len(first.entity_count):].any()
-    loaded, _, table = train.open_run(done)
     encoder = train.load_model(loaded, "batch-tome")
     rows = memory_file.encode_passages(encoder, built, np.arange(len(built.article)), loaded.device)
     torch.testing.assert_close(table.keys, torch.from_numpy(rows["keys"]), atol=1e-5, rtol=0)
     assert (table.mention.numpy() == rows["mention"]).all()
-    assert (done / "memory/keys-00000.npy").read_bytes() \
-        == (done / "appended-0001/memory/keys-00000.npy").read_bytes()
 
 def test_the_cost_of_an_append_is_linear_in_the_new_text(done, tmp_path):
     """Cost is the number of Python function calls. All texts have the same title."""
@@ -553,8 +504,7 @@ def test_eq_10_compares_k_finetune_memories_in_fine_tuning_and_evaluation(before
 def test_fine_tuning_keeps_the_weights_with_the_best_dev_score(before):
     out = before("qa")
     said = works("finetune --task claims", out, "--steps", 8)
-    scores = [json.loads(line)["score"] for line in (out / "log.jsonl").read_text().splitlines()
-              if '"claims-1"' in line]
+    scores = [record["score"] for record in log_of(out) if record["stage"] == "claims-1"]
     assert len(scores) == 3 and said.count("dev accuracy") == 3     # after 3, 6, 8 steps
     loaded, tome, table = train.open_run(out, "claims")
     dev = train.task_examples(loaded, "claims", out / "world/claims.one_hop.dev.jsonl")
@@ -578,16 +528,12 @@ def test_more_processes_than_passages_are_refused(reference, monkeypatch):
 def test_no_training_passage_mentions_an_entity_held_out_by_unseen(tmp_path):
     works("batch-tome", tmp_path / "run", "--unseen", 0.2, "--steps", 1)
     loaded = train.read_run(tmp_path / "run").open("cpu")
-    corpus = loaded.corpus
-    entities = np.unique(corpus.mention_entity[corpus.mention_entity > 0])
-    unseen = {e for e in entities.tolist() if loaded.entity_group[e] == 1}
-    chosen = {e for e in entities.tolist()
-              if data.zlib.crc32(corpus.entity_names[e].encode()) < 0.2 * 2 ** 32}
-    passages = train.training_passages(loaded)
+    corpus, passages = loaded.corpus, train.training_passages(loaded)
     trained = {int(e) for p in passages for e in corpus.passage_entities(p)}
-    assert 0.1 < len(chosen) / len(entities) < 0.3 and chosen <= unseen and not trained & chosen
-    assert all(corpus.held_out[p] or not chosen & set(corpus.passage_entities(p).tolist())
-               for p in range(len(corpus.article)))
+    chosen = {e for e, name in enumerate(corpus.entity_names)
+              if name and data.zlib.crc32(name.encode()) < 0.2 * 2 ** 32}
+    assert trained and 0.1 < len(chosen) / len(corpus.entity_names) < 0.3 and not trained & chosen
+    assert all(loaded.entity_group[e] == 1 for e in chosen)
 
 @slow
 def test_while_all_mentions_are_given_memories_the_layers_below_are_frozen(reference, tmp_path):
@@ -599,8 +545,7 @@ def test_while_all_mentions_are_given_memories_the_layers_below_are_frozen(refer
     assert not [n for n in moved if n.startswith(("initial", "entity_query")) or "query" in n]
     half = tmp_path / "half"
     works("tome", half, "--from", old, "--teacher-forcing-steps", 0.5, "--log-every", 1)
-    log = [json.loads(line) for line in (half / "log.jsonl").read_text().splitlines()]
-    assert ["entity" in record for record in log if record["stage"] == "tome-1"] == [
+    assert ["entity" in record for record in log_of(half) if record["stage"] == "tome-1"] == [
         False, False, True, True]
 
 @slow
@@ -630,8 +575,8 @@ def test_a_baseline_trains_without_a_mention_memory(tmp_path, memory):
     assert any("memory_attention" in name for name in state) == (memory == "entities")
     loaded, tome, table = train.open_run(out)
     assert table is tome.entities and len(table.keys) == len(loaded.corpus.entity_names)
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["step"] == 8 and ("linking" in log[-1]) == (memory == "entities")
+    last = log_of(out)[-1]
+    assert last["step"] == 8 and ("linking" in last) == (memory == "entities")
     refused(run("memory", out), "baseline")
     refused(run("tome", out, "--n-search", 4), "--n-search: a baseline")
 
@@ -655,7 +600,7 @@ def test_start_begins_a_stage_from_other_weights(done, tmp_path):
     other, old = (done / "tome-1.pt").rename(tmp_path / "other.pt"), tmp_path / "scratch"
     first = weights(other)
     works("tome", done, "--start", other, "--steps", 0)     # taken as trained
-    assert equal(weights(done / "tome-1.pt"), first)
+    assert far(weights(done / "tome-1.pt"), first) == 0
     assert about(done / "tome-1.pt")["start"] == [[str(other), data.checksum(other)]]
     works("tome", old, "--from", done, "--start", "scratch")
     scratch, loaded = weights(old / "tome-1.pt"), train.read_run(old).open("cpu")
@@ -769,28 +714,13 @@ def test_a_batch_far_larger_than_the_training_data_is_refused(before):
     out = before("tome")
     refused(run("tome", out, "--batch", 100_000), "--batch 100000", "to train on")
 
-def test_a_damaged_toy_world_is_refused_and_left_unchanged(before):
-    out = before("qa")
-    for name in ("train", "dev"):
-        file = out / f"world/qa.one_hop.{name}.jsonl"
-        whole = file.read_bytes()
-        for damage in (b"", whole[:-9], whole.replace(b"a", b"e", 1)):
-            file.write_bytes(damage)
-            refused(run("finetune --task qa", out), f"{out / 'world'} is missing or damaged",
-                    file.name)
-            assert file.read_bytes() == damage
-        file.write_bytes(whole)
-
 # ---- Reading, reporting --------------------------------------------------------------------------
 
 def test_opening_a_run_writes_nothing_and_builds_nothing(done):
-    def state():
-        return {p: (p.stat().st_mtime_ns, p.is_file() and p.read_bytes())
-                for p in sorted(done.rglob("*"))}
-    whole = state()
+    whole = times(done)
     figures_of(done)
     figures_of(done, "--task", "qa")
-    assert whole == state()
+    assert times(done) == whole
     for kind in ("memory", "corpus"):
         folder = done / "appended-0002" / kind
         folder.rename(done / "away")
