@@ -183,11 +183,12 @@ def signal_at(n, number=signal.SIGKILL):
     return fault
 
 def before_call(real, do, *numbers):
-    """The function `real`, except that do(arguments) comes before its calls with these numbers."""
+    """The function `real`, except that do(arguments) comes before its calls with these numbers, or
+    before every call."""
     count = itertools.count(1)
 
     def call(*args, **kwargs):
-        if next(count) in numbers:
+        if not numbers or next(count) in numbers:
             do(*args)
         return real(*args, **kwargs)
     return call
@@ -405,31 +406,27 @@ KINDS = {"run.json": ("run.json", "done", "eval"), "corpus": ("corpus/*", "qa", 
          "log.jsonl": ("log.jsonl", "half a tome", "tome")}
 ODD = [None, True, -1, 0, 1.5, 10 ** 30, -1e300, float("nan"), "x", [], {}, [[1]]]
 
-def places_in(value, where=()):
-    """Where the values of nested dictionaries and lists are: ("settings", "clip")."""
-    if where:
-        yield where
+def places_in(value):
+    """(a dictionary or list, one of its keys) for everything in nested dictionaries and lists."""
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
-            yield from places_in(value[key], (*where, key))
+            yield value, key
+            yield from places_in(value[key])
 
 def forge(path, rng):
     """Replaces or removes a value of a JSON file, or of "about" in a checkpoint, so that all
     checksums fit. Returns what was done."""
     checkpoint = torch.load(path, weights_only=True) if path.suffix == ".pt" else None
     whole = json.loads(checkpoint["about"] if checkpoint else path.read_text())
-    *inner, last = rng.choice([*places_in(whole)])
-    place, value = whole, rng.choice([*ODD, "removed"])
-    for key in inner:
-        place = place[key]
-    place[last] = value
+    place, key = rng.choice([*places_in(whole)])
+    place[key] = value = rng.choice([*ODD, "removed"])
     if value == "removed":
-        del place[last]
+        del place[key]
     if checkpoint:
         torch.save(checkpoint | {"about": json.dumps(whole)}, path)
     else:
         path.write_text(json.dumps(whole))
-    return f"forged {[*inner, last]}: {value!r}"
+    return f"forged {key!r}: {value!r}"
 
 def spoil(path, rng, how=None):
     """One random corruption of a file, or one forged value; returns what was done."""
@@ -496,10 +493,7 @@ def mutated(rng, record):
     """A line (bytes) made from a record, spoilt in up to three places."""
     record = json.loads(json.dumps(record))
     for _ in range(rng.randrange(4)):
-        *inner, key = rng.choice([*places_in(record)] or [("text",)])
-        place = record
-        for name in inner:
-            place = place[name]
+        place, key = rng.choice([*places_in(record)] or [(record, "text")])
         what = rng.randrange(4) if record else 3
         if what == 0:
             del place[key]

@@ -91,8 +91,9 @@ def test_a_finished_run_does_not_depend_on_what_presets_say_later(done, monkeypa
 
 def test_repeating_the_commands_changes_nothing(reference, done):
     whole = times(done)
-    for stage in faults.STAGES.keys() - {"from"}:
-        assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
+    for stage in faults.STAGES:
+        if stage != "from":
+            assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
     assert times(done) == whole
 
 @pytest.mark.parametrize("flag, value, before", [
@@ -150,15 +151,15 @@ def test_results_without_run_json_are_not_overwritten(done):
 
 # ---- Contract 3: --from --------------------------------------------------------------------------
 
-def test_from_links_earlier_results_and_allows_new_settings_of_the_stage(reference, tmp_path):
+def test_from_links_earlier_results_and_allows_new_settings_and_more_steps_of_the_stage(reference, tmp_path):
     out, old = tmp_path / "new", reference.whole
     flags = "--from", old, "--entity-weight", 0.4
-    works("tome", out, *flags, "--steps", 2)
+    works("tome", out, *flags, "--steps", 6)
     assert (out / "batch-tome.pt").samefile(old / "batch-tome.pt")
     assert (out / "memory/keys-00000.npy").samefile(old / "memory/keys-00000.npy")
     assert not (out / "qa-1.pt").exists() and not list(out.parent.glob("*.part"))
     assert train.read_run(out).settings.entity_weight == 0.4
-    assert about(out / "tome-1.pt")["steps"] == 2 and about(old / "tome-1.pt")["steps"] == 4
+    assert about(out / "tome-1.pt")["steps"] == 6 and about(old / "tome-1.pt")["steps"] == 4
     whole = contents(out)
     assert "nothing is left to train" in works("tome", out, *flags)     # the same command again
     works("tome", out)                                                  # and without flags
@@ -174,11 +175,6 @@ def test_from_refuses_a_setting_that_an_inherited_result_depends_on(
     refused(run(stage, tmp_path / "new", "--from", reference.whole, flag, value),
             f"{flag} {value}", before, "depend on it")
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob("*.part"))
-
-def test_from_trains_a_stage_for_more_steps_but_the_same_folder_refuses(reference, done, tmp_path):
-    refused(run("tome", done, "--steps", 6), "--steps 6", "tome-1.pt was made with --steps 4")
-    works("tome", tmp_path / "longer", "--from", done, "--steps", 6)
-    assert about(tmp_path / "longer/tome-1.pt")["steps"] == 6
 
 def test_a_second_command_does_not_empty_the_new_folder_of_the_first(reference, tmp_path):
     """Both make NEW.part; the first one holds its lock."""
@@ -207,8 +203,8 @@ def test_tome_2_shares_batch_tome_and_the_memory_of_tome_1(before, reference):
 
 def test_tome_2_fine_tunes_on_examples_of_one_and_two_facts_by_default(done, monkeypatch):
     names, real = [], data.read_examples
-    monkeypatch.setattr(data, "read_examples", lambda path, task: (
-        names.append(Path(path).name), real(path, task))[1])
+    monkeypatch.setattr(data, "read_examples", before_call(
+        real, lambda path, task: names.append(path.name)))
     works("finetune --task qa --blocks 2", done, "--steps", 1)
     assert names == ["qa.both.train.jsonl", "qa.both.dev.jsonl"]
     assert about(done / "qa-2.pt")["blocks"] == 2
@@ -272,7 +268,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated_first(
     assert (about(out / "tome-1.pt")["step"], about(out / "tome-1.pt")["evaluated"]) == (3, 0)
     with pytest.raises(data.UserError, match="unfinished"):
         train.open_run(out)
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a, **k: steps.append(1) or step(*a, **k))
+    monkeypatch.setattr(torch.optim.AdamW, "step", before_call(step, steps.append))
     works("tome", out)
     assert len(steps) == 1 and not difference(out, reference.after["tome"])
 
@@ -334,14 +330,6 @@ def test_a_model_is_refused_if_the_corpus_was_rebuilt_with_another_vocabulary(do
     shutil.rmtree(done / "corpus")
     monkeypatch.setattr(data, "train_tokenizer", other)
     refused(run("memory", done), "batch-tome.pt was made with a different corpus")
-
-def test_start_refuses_weights_with_another_vocabulary(done, tmp_path):
-    whole = torch.load(done / "tome-1.pt", weights_only=True)
-    told = json.loads(whole["about"])
-    other = json.dumps(told | {"vocab": told["vocab"] ^ 1})
-    torch.save(whole | {"about": other}, tmp_path / "a.pt")
-    (done / "tome-1.pt").unlink()
-    refused(run("tome", done, "--start", tmp_path / "a.pt"), "vocabulary of another corpus")
 
 # ---- Contract 7: bytes ---------------------------------------------------------------------------
 
@@ -488,11 +476,8 @@ def test_a_process_without_a_shard_has_an_empty_memory_of_the_same_type(
 
 def test_eq_10_compares_k_finetune_memories_in_fine_tuning_and_evaluation(before, monkeypatch):
     out, asked, real = before("qa"), [], train.MentionMemory.retrieve
-
-    def retrieve(memory, query, passage, k, k_shard):
-        asked.append((k, k_shard))
-        return real(memory, query, passage, k, k_shard)
-    monkeypatch.setattr(train.MentionMemory, "retrieve", retrieve)
+    monkeypatch.setattr(train.MentionMemory, "retrieve", before_call(
+        real, lambda memory, query, passage, k, k_shard: asked.append((k, k_shard))))
     works("finetune --task qa", out, "--steps", 1)
     # The memory layer, then eq. 10.
     assert asked[:2] == [(8, 8), (16, 16)]
@@ -553,12 +538,12 @@ def test_eq_10_is_not_trained_on_mentions_that_were_given_memories(
         reference, tmp_path, monkeypatch):
     asked, n, plain, loss = [], [], train.retrieve_entities, train.entity_prediction_loss
 
-    def retrieve(tome, H, batch, memory, at):
+    def count(tome, H, batch, *_):
         if tome.training:
             n.append(len(batch.entity))
-        return plain(tome, H, batch, memory, at)
-    monkeypatch.setattr(train, "retrieve_entities", retrieve)
-    monkeypatch.setattr(train, "entity_prediction_loss", lambda *a: asked.append(a[2]) or loss(*a))
+    monkeypatch.setattr(train, "retrieve_entities", before_call(plain, count))
+    monkeypatch.setattr(train, "entity_prediction_loss", before_call(
+        loss, lambda scores, found, entity: asked.append(entity)))
     works("tome", tmp_path / "run", "--from", reference.whole, "--teacher-forcing-rate", 0.8,
           "--linking-weight", 0.3)
     answers, links = (sum(int((entity > 0).sum()) for entity in asked[i::2]) / sum(n)
@@ -582,13 +567,16 @@ def test_a_baseline_trains_without_a_mention_memory(tmp_path, memory):
 
 # ---- --start -------------------------------------------------------------------------------------
 
-def test_a_start_that_contains_no_tome_of_these_dimensions_is_refused(done, tmp_path):
+def test_a_start_with_other_dimensions_or_another_vocabulary_is_refused(done, tmp_path):
     tome = (done / "tome-1.pt").rename(tmp_path / "tome.pt")
+    cut, other = tmp_path / "cut.pt", tmp_path / "other.pt"
     whole = torch.load(tome, weights_only=True)
-    cut = {name: tensor[:1] for name, tensor in whole["model"].items()}
-    torch.save(whole | {"model": cut}, tmp_path / "cut.pt")
-    for start in (done / "batch-tome.pt", tmp_path / "cut.pt"):
-        refused(run("tome", done, "--start", start), f"--start {start}", "no TOME")
+    torch.save(whole | {"model": {name: t[:1] for name, t in whole["model"].items()}}, cut)
+    told = json.loads(whole["about"])
+    torch.save(whole | {"about": json.dumps(told | {"vocab": told["vocab"] ^ 1})}, other)
+    for start, words in ((done / "batch-tome.pt", "no TOME"), (cut, "no TOME"),
+                         (other, "vocabulary of another corpus")):
+        refused(run("tome", done, "--start", start), f"--start {start}", words)
     assert not (done / "tome-1.pt").exists()
     refused(run("tome", tmp_path / "wide", "--hidden", 192, "--start", tome), "no TOME", "192")
     assert not (tmp_path / "wide").exists()             # refused before anything was trained
@@ -669,9 +657,6 @@ def test_a_setting_at_the_lower_end_of_its_range_trains_or_gives_one_sentence(tm
         assert code == 0 or code == 1 and not out.exists() and err.count("\n") == 0, (name, err)
 
 @pytest.mark.parametrize("lines, words", [
-    ("", "no text"),
-    ('{"title": "A", "text": "Nothing is linked here.", "mentions": []}\n', "no linked mention"),
-    ('{"title": "A", "text": "B", "mentions": [{"start": 2, "end": 9, "entity": "A"}]}', "jsonl:1"),
     ('{"title": "A", "text"', "bad.jsonl:1"),
     ('{"title": "A", "text": "Ann Lee", "mentions": [{"start": 0, "end": 7, "entity": "Ann"}], '
      '"split": "held_out"}', "held out")])
