@@ -206,7 +206,7 @@ def test_train_main_works_in_a_thread_and_with_the_stdout_of_a_notebook(
 
 @pytest.mark.parametrize("program, arguments, code", [
     ("train.py", "--stage memory --out no/run --lr 1", 2), ("data.py", "check no/file", 1),
-    pytest.param("eval.py", "--out no/run", 1), ("train.py", "--stage tome --corpus no/file", 1)])
+    ("eval.py", "--out no/run", 1), ("train.py", "--stage tome --corpus no/file", 1)])
 def test_each_program_runs_with_the_stdout_of_a_notebook(
         monkeypatch, tmp_path, program, arguments, code):
     """In the same way as %run."""
