@@ -99,7 +99,7 @@ def run(arguments, fault=lambda: None, **more):
     return Child(arguments, fault, **more).wait()
 
 def several(arguments, faults):
-    """Children that are the processes of one run, each with its fault; None: it is never started."""
+    """Children that are the processes of one run, each with its fault. None: it never starts."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(faults))}
@@ -317,7 +317,7 @@ def difference(out, expected):
 class Reference:
     """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage],
     its contents; operations[stage], what the stage did to files; results[…]: what commands say.
-    `whole`: the run at the end, also in before["done"]. before["half a tome"]: TOME at step 3 of 4."""
+    `whole`: the run at its end, in before["done"]. before["half a tome"]: TOME at step 3 of 4."""
 
     def __init__(self, folder):
         self.folder, self.whole = folder, folder / "done/run"

@@ -151,7 +151,7 @@ def test_results_without_run_json_are_not_overwritten(done):
 
 # ---- Contract 3: --from --------------------------------------------------------------------------
 
-def test_from_links_earlier_results_and_allows_new_settings_and_more_steps_of_the_stage(reference, tmp_path):
+def test_from_links_earlier_results_and_allows_new_settings_and_steps_of_the_stage(reference, tmp_path):
     out, old = tmp_path / "new", reference.whole
     flags = "--from", old, "--entity-weight", 0.4
     works("tome", out, *flags, "--steps", 6)
@@ -327,11 +327,13 @@ def test_a_model_is_refused_if_the_corpus_was_rebuilt_with_another_vocabulary(do
 
 # ---- Contract 7: bytes ---------------------------------------------------------------------------
 
-def test_an_interruption_and_an_append_do_not_change_the_bytes_of_a_finished_file(reference, before):
+def test_an_interruption_and_an_append_do_not_change_the_bytes_of_a_finished_file(
+        reference, before):
     """It contains weights only, since an unfinished file also contains the optimizer's state."""
     out = before("qa")
     assert faults.run(command("qa", reference.folder, out), faults.die_at_step(4))[0] < 0
-    assert torch.load(out / "qa-1.pt", weights_only=True).keys() == {"about", "model", "optimizer", "best"}
+    half = torch.load(out / "qa-1.pt", weights_only=True)
+    assert half.keys() == {"about", "model", "optimizer", "best"}
     works("memory", out, "--append", reference.folder / "more.jsonl")
     works("finetune --task qa", out)
     assert torch.load(out / "qa-1.pt", weights_only=True).keys() == {"about", "model"}
