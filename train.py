@@ -585,8 +585,7 @@ def open_memories(run, tome, n_search):
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
-    in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
-    return memory, memory if bool(in_training.all()) else memory.select(in_training)
+    return memory, memory.of_passages(~run.corpus.held_out)
 
 # ---- Evaluation during training: does the memory supply what the passage lacks? ------------------
 # Every process computes the same whole batch, and searches its own part of the memory for the
@@ -1193,9 +1192,7 @@ def open_memory(run, n_search=0):
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
     run.check_sources(folder, made_from, run.made_from("memory") | corpus)
-    is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
-    memory = memory if bool(is_kept.all()) else memory.select(is_kept)
-    return memory.changed(n_search=n_search)
+    return memory.of_passages(~run.corpus.replaced).changed(n_search=n_search)
 
 def read_run(out, blocks=1):
     """The Run of OUT/run.json, not opened. Raises UserError."""
