@@ -389,8 +389,8 @@ class FinetuneStage:
 
     def evaluate(self):
         """The accuracy on dev; the loop keeps the weights with the best "score"."""
-        found = task_accuracy(self.run, self.model, self.task, self.dev, self.memory)
-        return {"score": found["accuracy"]}
+        items = judged_examples(self.run, self.model, self.task, self.dev, self.memory)
+        return {"score": mean([item.is_correct for item in items])}
 
 def new_stage(run, plan):
     if plan.kind == "batch-tome":
@@ -751,14 +751,6 @@ def judged_examples(run, tome, task, examples, memory, without=None, attend=True
             answers = {corpus.entity_index.get(answer) for answer in example.answers}
             items.append(Judged(entity in answers, not answers.isdisjoint(entities)))
     return items
-
-def task_accuracy(run, tome, task, examples, memory, **options):
-    """{"accuracy", "n"}, and for questions "recall@20". options: those of judged_examples."""
-    items = judged_examples(run, tome, task, examples, memory, **options)
-    figures = {"accuracy": mean([item.is_correct for item in items]), "n": len(items)}
-    if task == "qa" and items:
-        figures["recall@20"] = mean([item.is_recalled for item in items])
-    return figures
 
 # ---- Examples ------------------------------------------------------------------------------------
 

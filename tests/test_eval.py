@@ -202,8 +202,8 @@ def test_claims_without_a_label_are_left_out_and_questions_without_an_answer_cou
                                        {"question": "What?", "answers": []}])
     examples = train.task_examples(loaded, "qa", qa)
     assert [len(e.mentions) for e in examples] == [1, 0]
-    figures = train.task_accuracy(loaded, tome, "qa", examples, memory)
-    assert figures == {"accuracy": .5, "recall@20": .5, "n": 2}     # any entity is right for one, none for the other
+    judged = train.judged_examples(loaded, tome, "qa", examples, memory)
+    assert judged == [(True, True), (False, False)]         # any entity is right for one, none for the other
 
 def through_the_mlm_heads_layer(tome, x):
     """By hand: a dense layer, GELU by its tanh formula, LayerNorm. x (hidden,) -> (hidden,)."""
@@ -687,8 +687,8 @@ def test_recall_considers_the_best_20_even_if_the_memory_returns_them_unsorted(r
         entity, scores = torch.arange(100, 150)[None], torch.linspace(0.5, 0, 50)[None]
         entity[0, at], scores[0, at] = answer, score
         table = types.SimpleNamespace(retrieve=lambda *_: Retrieved(scores, entity, entity))
-        figures = train.task_accuracy(loaded, tome, "qa", [example], table, attend=False)
-        assert figures["recall@20"] == hit
+        item, = train.judged_examples(loaded, tome, "qa", [example], table, attend=False)
+        assert item.is_recalled == hit
 
 def test_cells_are_means_over_seeds():
     assert [tables.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [

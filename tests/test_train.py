@@ -558,7 +558,8 @@ def test_fine_tuning_keeps_the_weights_with_the_best_dev_score(before):
     assert len(scores) == 3 and said.count("dev accuracy") == 3     # after 3, 6, 8 steps
     loaded, tome, table = train.open_run(out, "claims")
     dev = train.task_examples(loaded, "claims", out / "world/claims.one_hop.dev.jsonl")
-    assert train.task_accuracy(loaded, tome, "claims", dev, table)["accuracy"] == max(scores)
+    judged = train.judged_examples(loaded, tome, "claims", dev, table)
+    assert np.mean([item.is_correct for item in judged]) == max(scores)
 
 def test_a_mention_without_an_entity_makes_no_cloze():
     corpus, text = SimpleNamespace(entity_index={"": 0, "Alma": 1}), "Alma met Bo."
@@ -856,7 +857,8 @@ def test_a_trained_run_answers_from_new_text_as_soon_as_it_is_in_the_memory(tmp_
     def accuracy():
         loaded, tome, table = train.open_run(out, "qa")
         asked = train.task_examples(loaded, "qa", tmp_path / "new.jsonl")
-        return train.task_accuracy(loaded, tome, "qa", asked, table)["accuracy"]
+        judged = train.judged_examples(loaded, tome, "qa", asked, table)
+        return np.mean([item.is_correct for item in judged])
     before = accuracy()
     works("memory", out, "--append", tmp_path / "more.jsonl")
     assert len(questions) > 50 and before < 0.1 and accuracy() > 0.4
