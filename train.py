@@ -1216,9 +1216,7 @@ def with_flags(saved, args):
     """The contents of run.json with the flags of this command applied. Raises UserError."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
-    saved = saved | {name: given[name] for name in ("preset", "seed") if name in given}
-    if args.old is not None:            # --from; `from` is a keyword in Python
-        saved["from"] = args.old
+    saved = saved | {name: given[name] for name in ("preset", "seed", "from") if name in given}
     if args.corpus is not None:
         saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("corpus", args.corpus)}
     if args.init is not None:
@@ -1256,8 +1254,8 @@ def file_checksum(name, path):
     return checksum(path)
 
 def differences(before, now):
-    """Yields (name, value before, value now) for each value in `now` that differs from the one in
-    `before`. Files are compared by checksum, since they may have moved, and shown by path."""
+    """Yields what differs in `now` from `before`, in words: ("lr", "--lr 0.1", "with --lr 0.2").
+    Files are compared by checksum, since they may have moved, and shown by path."""
     def split(value):               # what is shown, what is compared
         if isinstance(value, dict):         # a file in run.json
             return value["path"], value | {"path": None}
@@ -1267,10 +1265,8 @@ def differences(before, now):
     for name, value in now.items():
         (old, old_content), (new, new_content) = split(before.get(name)), split(value)
         if old_content != new_content:
-            yield name, old, new
-
-def made_with(name, value):
-    return f"without {flag(name)}" if value is None else f"with {flag(name)} {value}"
+            made = f"without {flag(name)}" if old is None else f"with {flag(name)} {old}"
+            yield name, f"{flag(name)} {new}", made
 
 def run_values(saved):
     """The values of run.json that flags set."""
@@ -1286,12 +1282,12 @@ def inherit(args):
         return
     old = read_run(args.old)
     saved = with_flags(old.saved, args)
-    for name, before, now in differences(run_values(old.saved), run_values(saved)):
+    for name, given, made in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
         if since in before_it and name != "from":
-            raise UserError(f"{flag(name)} {now}: {old.out} was made {made_with(name, before)}, "
-                            f"and its stages before {args.stage} depend on it; leave the flag out, "
-                            "or start a new run without --from")
+            raise UserError(f"{given}: {old.out} was made {made}, and its stages before "
+                            f"{args.stage} depend on it; leave the flag out, or start a new run "
+                            "without --from")
     Run(out, saved, args.blocks)                    # only for its errors
     results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"], "memory": ["memory"],
                "tome": ["tome-1.pt", "tome-2.pt"]}
@@ -1318,9 +1314,9 @@ def settle(args):
     if (out / "run.json").exists():
         run = read_run(out, args.blocks)
         now = run_values(with_flags(run.saved, args))
-        for name, before, now in differences(run_values(run.saved), now):
-            raise UserError(f"{flag(name)} {now}: {out} was made {made_with(name, before)}; leave "
-                            "the flag out, or choose another --out")
+        for _, given, made in differences(run_values(run.saved), now):
+            raise UserError(f"{given}: {out} was made {made}; leave the flag out, or choose "
+                            "another --out")
     else:
         results = [*out.glob("*.pt"), *out.glob("memory")]
         if results:
@@ -1344,12 +1340,13 @@ def stage_plan(run, kind, args=None):
     if checkpoint is None:
         plan = replace(plan, **flags)
         return replace(plan, warmup=min(plan.warmup, plan.steps // 10))
-    for name, before, now in differences(vars(checkpoint["plan"]), flags):
+    plan = checkpoint["plan"]
+    for name, given, made in differences(vars(plan), flags):
         # A stage that diverged may continue with a lower learning rate.
-        if name != "lr" or now > before or checkpoint["about"]["finished"]:
-            raise UserError(f"{flag(name)} {now}: {path} was made {made_with(name, before)}; leave "
-                            f"the flag out, remove {path} to train again, or choose another --out")
-    return replace(checkpoint["plan"], **flags)
+        if name != "lr" or flags["lr"] > plan.lr or checkpoint["about"]["finished"]:
+            raise UserError(f"{given}: {path} was made {made}; leave the flag out, remove {path} "
+                            "to train again, or choose another --out")
+    return replace(plan, **flags)
 
 def stage_flags(run, args):
     """{name: value} of the flags that belong to --stage. Raises UserError."""
