@@ -681,11 +681,9 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     rows, masses = batch.row[counted].tolist(), attention[counted].tolist()
     for row, group, mass in zip(rows, groups_of(run, batch.entity[counted]), masses):
         visible[row].append((group, mass))
-    columns = dict(n_tokens=batch.is_target.sum(1), n_correct=is_correct.sum(1), is_named=is_named,
-                   is_recalled=is_recalled, attention=attention[masked])
-    columns = {name: column.tolist() for name, column in columns.items()}
-    columns |= dict(group=groups_of(run, entity), visible=visible)
-    return [MaskedMention(**dict(zip(columns, item))) for item in zip(*columns.values())]
+    columns = (batch.is_target.sum(1), is_correct.sum(1), is_named, is_recalled, attention[masked])
+    columns = [column.tolist() for column in columns]       # in the order of MaskedMention's fields
+    return [MaskedMention(*item) for item in zip(groups_of(run, entity), *columns, visible)]
 
 def groups_of(run, entity):
     """The names in GROUPS of entity numbers (n,)."""
