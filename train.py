@@ -70,8 +70,7 @@ class Settings:
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "fraction of entities that occur only in held-out text",
-                            "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
@@ -84,8 +83,7 @@ class Settings:
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the stored keys and "
                                 "values", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory used to train tome "
-                                     "(§4.1)", "tome")
+    memory_fraction: float = setting(38 / 150, (0, 1), "share of memory to train tome on", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control the start of
     # batch-tome and its fit, masking, learning rates, linking, teacher forcing, and clozes.
@@ -294,8 +292,6 @@ class TOMEStage:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
         start_from(run, self.model, plan)       # only with --start
-        # The whole memory, and its rows from passages that are not held out. (A baseline's memory
-        # is in the model.)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         if not run.is_baseline:
             fraction = run.settings.memory_fraction
@@ -404,8 +400,8 @@ def new_stage(run, plan):
 
 # ---- The loop ------------------------------------------------------------------------------------
 # An unfinished checkpoint contains weights (in fine-tuning also the best so far), the optimizer's
-# state and the step. It needs no random state, since the step seeds batches, masks and dropout. A
-# finished one contains only the last or best weights. Weights that are not finite are never saved.
+# state and the step, which seeds batches, masks and dropout. A finished one contains only the last
+# or best weights.
 
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning B.1 says Adam,
@@ -581,7 +577,7 @@ def new_batch_tome(run, seed):
 
 def open_memories(run, tome, n_search):
     """(the memory of the whole corpus, its rows from passages that are not held out). For a
-    baseline both are its EntityTable."""
+    baseline both are its EntityTable, which is part of the model."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
@@ -1144,10 +1140,8 @@ class Run:
             source = self.out / f"{others[0]}.pt"
             if source.exists():
                 self.read_checkpoint(source)            # raises if the source is damaged
-            is_file = others[0] == "corpus" or source.exists()
-            raise UserError(f"{path} was made with a different {others[0]}"
-                            f"{'' if is_file else ' than run.json says'}; remove {path} to have it "
-                            "rebuilt, or choose another --out")
+            raise UserError(f"{path} was made with a different {others[0]}; remove {path} to have "
+                            "it rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
@@ -1276,9 +1270,10 @@ def inherit(args):
     OLD's results of the stages before --stage. Raises UserError if such a result depends on a
     changed setting. --preset, --seed, --corpus and --init count as settings of stage corpus."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
-    if args.old is None or (out / "run.json").exists():
+    source = getattr(args, "from")              # `from` is a keyword in Python
+    if source is None or (out / "run.json").exists():
         return
-    old = read_run(args.old)
+    old = read_run(source)
     saved = with_flags(old.saved, args)
     for name, given, made in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
@@ -1499,8 +1494,7 @@ def log(out, record):
             if file.read() not in (b"", b"\n"):         # a crash cut the last line off
                 file.write(b"\n")
             file.write(json.dumps(record).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        data.sync(out / "log.jsonl")
 
 @contextmanager
 def alone_in(out):
@@ -1641,9 +1635,9 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME from a file of the paper's own code"},
-        "from": PATH | {"dest": "old", "help": "reuse the results of earlier stages from the run "
-                        "in PATH, without its appended text; settings that do not affect those "
-                        "results may be changed"}},
+        "from": PATH | {"help": "reuse the results of earlier stages from the run in PATH, without "
+                        "its appended text; settings that do not affect those results may be "
+                        "changed"}},
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "initial weights: a .pt file, a TOME file of the paper's own code (with "
