@@ -753,10 +753,10 @@ def examples_batch(run, task, examples):
     return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index,
                               max_length=run.settings.max_length)
 
-def toy_file(run, task, hops="one_hop", split="test"):
+def toy_file(run, task, hops, split):
     """The path of a file of the toy world's examples. Raises UserError."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
-    if not run.is_toy or not path.is_file():
+    if not path.is_file():
         raise UserError(f"{path}: no such file; give --examples a file of JSON lines (README)")
     # Called only for its errors: it verifies these files' checksums.
     data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
@@ -951,12 +951,12 @@ PRESETS = {
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(700, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": data.TEXT_PRESETS["toy"] | dict(
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, n_initial=3, n_upper=1,
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-        k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
-        memory_dtype="float32", beta2=0.98,
-        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.63, fit_passages=768, lower_lr_scale=0.1,
-        precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
+        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.63,
+        memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
+        init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
+        eval_mentions=100, schedule={
             "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "tome-2": Schedule(400, 1e-3, 50, 64), "claims": Schedule(1200, 1e-3, 50, 64),
             "claims-2": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(250, 1e-3, 25, 64),
@@ -1210,7 +1210,7 @@ def with_flags(saved, args):
     settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
     saved = saved | {name: given[name] for name in ("preset", "seed", "from") if name in given}
     if args.corpus is not None:
-        saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("corpus", args.corpus)}
+        saved["corpus"] = {"path": args.corpus, "checksum": checksum(args.corpus)}
     if args.init is not None:
         saved["init"], sizes = describe_published(args.init, with_values(Config(), settings))
         for name, value in sizes.items():
@@ -1239,12 +1239,6 @@ def describe_published(path, config):
             "weights": [checksum(file) for file in weights_files(path)]}
     return init, {name: getattr(config, name) for name in names}
 
-def file_checksum(name, path):
-    """The checksum of the file that a flag names. Raises UserError if there is no such file."""
-    if not os.path.isfile(path):
-        raise UserError(f"{flag(name)} {path}: no such file")
-    return checksum(path)
-
 def differences(before, now):
     """Yields what differs in `now` from `before`, in words: ("lr", "--lr 0.1", "with --lr 0.2").
     Files are compared by checksum, since they may have moved, and shown by path."""
@@ -1270,10 +1264,10 @@ def inherit(args):
     OLD's results of the stages before --stage. Raises UserError if such a result depends on a
     changed setting. --preset, --seed, --corpus and --init count as settings of stage corpus."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
-    source = getattr(args, "from")              # `from` is a keyword in Python
-    if source is None or (out / "run.json").exists():
+    origin = getattr(args, "from")              # `from` is a keyword in Python
+    if origin is None or (out / "run.json").exists():
         return
-    old = read_run(source)
+    old = read_run(origin)
     saved = with_flags(old.saved, args)
     for name, given, made in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
@@ -1352,11 +1346,11 @@ def stage_flags(run, args):
     if args.start == "scratch":
         flags["start"] = [["scratch", 0]]
     elif args.start is not None:
-        flags["start"] = [[args.start, file_checksum("start", args.start)]]
+        flags["start"] = [[args.start, checksum(args.start)]]
         read_start(run, args.start)                                     # only for its errors
     if args.examples is not None:
         paths = [args.examples, *map(str, dev_files(args.examples))]
-        flags["examples"] = [[path, file_checksum("examples", path)] for path in paths]
+        flags["examples"] = [[path, checksum(path)] for path in paths]
         for path in paths:
             examples = labelled_examples(path, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
@@ -1449,7 +1443,7 @@ def append(run, file, replace_articles):
     """Adds a corpus file and its memory as a new folder appended-NNNN, which training never uses.
     replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
-    done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
+    done, record = run.corpus.meta["appended"], [checksum(file), replace_articles]
     # With --replace, only the last file counts, because a later file may have replaced the articles
     # of an earlier one.
     if record in (done[-1:] if replace_articles else done):

@@ -669,7 +669,7 @@ def test_start_begins_a_stage_from_other_weights(done, tmp_path):
 # ---- Mistakes: one sentence, a non-zero exit, nothing half-written -------------------------------
 
 @pytest.mark.parametrize("arguments, words", [
-    ("--stage tome --corpus no/such.jsonl", "no such file"),
+    ("--stage tome --corpus no/such.jsonl", "o such file"),
     ("--stage finetune --task qa --examples no/such.jsonl", "o such file"),
     ("--stage tome --from no/run", "run.json is missing"),
     ("--stage tome --n-heads 5", "multiple of --n-heads"),
