@@ -143,7 +143,7 @@ class Plan(Schedule):
 # mean over the whole batch, so the gradients of all processes add up to that of the whole batch.
 #
 # `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
-# run.device, run.entity_group (E,) index into GROUPS, run.is_toy, run.is_baseline. Its Configs are
+# run.device, run.entity_group (E,) of GROUPS, run.is_toy, run.is_baseline. Its Configs are
 # run.config, run.batch_tome_config (with one memory layer) and run.task_config (for fine-tuning).
 
 def endless(order):
@@ -292,10 +292,8 @@ class TOMEStage:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
         start_from(run, self.model, plan)       # only with --start
-        self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
-        if not run.is_baseline:
-            fraction = run.settings.memory_fraction
-            self.training_memory = self.training_memory.sample(fraction, run.seed)
+        self.memory, self.training_memory = open_memories(run, self.model, plan.n_search,
+                                                          run.settings.memory_fraction)
         passages = training_passages(run)
         refuse_large_batch(plan, len(passages))
         self.items = epochs_of(run, 2, passages)
@@ -575,13 +573,13 @@ def new_batch_tome(run, seed):
     sinusoidal_positions(model)
     return model
 
-def open_memories(run, tome, n_search):
-    """(the memory of the whole corpus, its rows from passages that are not held out). For a
-    baseline both are its EntityTable, which is part of the model."""
+def open_memories(run, tome, n_search, fraction=1.0):
+    """(the memory of the whole corpus, this fraction of its rows from passages that are not held
+    out). For a baseline both are its EntityTable, which is part of the model."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
-    return memory, memory.of_passages(~run.corpus.held_out)
+    return memory, memory.of_passages(~run.corpus.held_out).sample(fraction, run.seed)
 
 # ---- Evaluation during training: does the memory supply what the passage lacks? ------------------
 # Every process computes the same whole batch, and searches its own part of the memory for the
@@ -674,16 +672,12 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
         attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
     counted = ~masked & (batch.entity > 0) & is_elsewhere[batch.entity]
     visible = [[] for _ in mentions]
-    rows, masses = batch.row[counted].tolist(), attention[counted].tolist()
-    for row, group, mass in zip(rows, groups_of(run, batch.entity[counted]), masses):
-        visible[row].append((group, mass))
+    for row, e, mass in zip(*(x[counted].tolist() for x in (batch.row, batch.entity, attention))):
+        visible[row].append((run.entity_group[e], mass))
     columns = (batch.is_target.sum(1), is_correct.sum(1), is_named, is_recalled, attention[masked])
     columns = [column.tolist() for column in columns]       # in the order of MaskedMention's fields
-    return [MaskedMention(*item) for item in zip(groups_of(run, entity), *columns, visible)]
-
-def groups_of(run, entity):
-    """The names in GROUPS of entity numbers (n,)."""
-    return [GROUPS[i] for i in run.entity_group[entity.cpu().numpy()]]
+    group = run.entity_group[entity.tolist()]
+    return [MaskedMention(*item) for item in zip(group, *columns, visible)]
 
 def best_entities(scores, entity, k=20):
     """(B, k) entities of the k best memories, -1 if there are fewer. scores, entity (B, K)."""
@@ -694,7 +688,7 @@ def sample_eval_mentions(run, n):
     """At most n mentions of each of GROUPS, from data.eval_mentions, the same in every call."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
     group = run.entity_group[run.corpus.mention_entity[mentions]]
-    return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
+    return np.concatenate([mentions[group == name][:n] for name in GROUPS])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
@@ -1082,7 +1076,7 @@ class Run:
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
         self.check_sources(folder, self.corpus.meta.get("made_from"), self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
-        self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
+        self.entity_group = np.where(self.corpus.entity_count > 0, *GROUPS)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).

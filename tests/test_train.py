@@ -581,7 +581,7 @@ def test_no_training_passage_mentions_an_entity_held_out_by_unseen(tmp_path):
     loaded = train.read_run(tmp_path / "run").open("cpu")
     corpus = loaded.corpus
     entities = np.unique(corpus.mention_entity[corpus.mention_entity > 0])
-    unseen = {e for e in entities.tolist() if loaded.entity_group[e] == 1}
+    unseen = {e for e in entities.tolist() if loaded.entity_group[e] == "unseen"}
     chosen = {e for e in entities.tolist()
               if data.zlib.crc32(corpus.entity_names[e].encode()) < 0.2 * 2 ** 32}
     passages = train.training_passages(loaded)
