@@ -947,7 +947,7 @@ def read_json(path) -> dict:
 
 def checksum(path) -> int:
     crc32 = 0
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         while block := file.read(1 << 22):
             crc32 = zlib.crc32(block, crc32)
     return crc32

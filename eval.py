@@ -487,7 +487,7 @@ def show_masked(opened, n):
     run, corpus, encoded = opened.run, opened.run.corpus, []
     mentions = train.sample_eval_mentions(run, n)
     group = run.entity_group[corpus.mention_entity[mentions]]
-    in_turn = zip_longest(*(mentions[group == i] for i in range(len(train.GROUPS))))
+    in_turn = zip_longest(*(mentions[group == name] for name in train.GROUPS))
     chosen = [m for pair in in_turn for m in pair if m is not None][:n]
     if not chosen:
         raise data.UserError("--show: the corpus has no held-out mention to evaluate (data.py "

@@ -151,6 +151,10 @@ class MentionMemory:
             return self
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
+    def of_passages(self, keep):
+        """The memory of the passages where keep (P,), an array, is true."""
+        return self.select(torch.from_numpy(keep).to(self.passage.device)[self.passage])
+
     def sample(self, fraction, seed=0):
         """A uniform sample by passage (§4.1 samples mentions, 38M of 150M): a passage is kept as a
         whole or left out, so that the mentions of a fact stay together. sample(0) is the emptied
@@ -158,7 +162,7 @@ class MentionMemory:
         # n may differ between processes, but random(n) always begins with the same numbers.
         n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
-        return self.select(torch.from_numpy(keep)[self.passage.cpu()])
+        return self.of_passages(keep)
 
     def shuffled(self):
         """The memory with permuted values: the same rows are retrieved, with wrong values."""

@@ -70,8 +70,7 @@ class Settings:
     passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "fraction of entities that occur only in held-out text",
-                            "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
@@ -84,8 +83,7 @@ class Settings:
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the stored keys and "
                                 "values", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory used to train tome "
-                                     "(§4.1)", "tome")
+    memory_fraction: float = setting(38 / 150, (0, 1), "share of memory to train tome on", "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control the start of
     # batch-tome and its fit, masking, learning rates, linking, teacher forcing, and clozes.
@@ -145,7 +143,7 @@ class Plan(Schedule):
 # mean over the whole batch, so the gradients of all processes add up to that of the whole batch.
 #
 # `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
-# run.device, run.entity_group (E,) index into GROUPS, run.is_toy, run.is_baseline. Its Configs are
+# run.device, run.entity_group (E,) of GROUPS, run.is_toy, run.is_baseline. Its Configs are
 # run.config, run.batch_tome_config (with one memory layer) and run.task_config (for fine-tuning).
 
 def endless(order):
@@ -294,12 +292,8 @@ class TOMEStage:
             batch_tome = load_model(run, "batch-tome")
         self.model.load_state_dict(split_into_blocks(batch_tome.tome.state_dict(), run.config))
         start_from(run, self.model, plan)       # only with --start
-        # The whole memory, and its rows from passages that are not held out. (A baseline's memory
-        # is in the model.)
-        self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
-        if not run.is_baseline:
-            fraction = run.settings.memory_fraction
-            self.training_memory = self.training_memory.sample(fraction, run.seed)
+        self.memory, self.training_memory = open_memories(run, self.model, plan.n_search,
+                                                          run.settings.memory_fraction)
         passages = training_passages(run)
         refuse_large_batch(plan, len(passages))
         self.items = epochs_of(run, 2, passages)
@@ -389,8 +383,8 @@ class FinetuneStage:
 
     def evaluate(self):
         """The accuracy on dev; the loop keeps the weights with the best "score"."""
-        found = task_accuracy(self.run, self.model, self.task, self.dev, self.memory)
-        return {"score": found["accuracy"]}
+        items = judged_examples(self.run, self.model, self.task, self.dev, self.memory)
+        return {"score": mean([item.is_correct for item in items])}
 
 def new_stage(run, plan):
     if plan.kind == "batch-tome":
@@ -404,8 +398,8 @@ def new_stage(run, plan):
 
 # ---- The loop ------------------------------------------------------------------------------------
 # An unfinished checkpoint contains weights (in fine-tuning also the best so far), the optimizer's
-# state and the step. It needs no random state, since the step seeds batches, masks and dropout. A
-# finished one contains only the last or best weights. Weights that are not finite are never saved.
+# state and the step, which seeds batches, masks and dropout. A finished one contains only the last
+# or best weights.
 
 def optimizer_for(run, model, kind):
     """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning B.1 says Adam,
@@ -579,14 +573,13 @@ def new_batch_tome(run, seed):
     sinusoidal_positions(model)
     return model
 
-def open_memories(run, tome, n_search):
-    """(the memory of the whole corpus, its rows from passages that are not held out). For a
-    baseline both are its EntityTable."""
+def open_memories(run, tome, n_search, fraction=1.0):
+    """(the memory of the whole corpus, this fraction of its rows from passages that are not held
+    out). For a baseline both are its EntityTable, which is part of the model."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
-    in_training = torch.from_numpy(~run.corpus.held_out).to(run.device)[memory.passage]
-    return memory, memory.select(in_training)
+    return memory, memory.of_passages(~run.corpus.held_out).sample(fraction, run.seed)
 
 # ---- Evaluation during training: does the memory supply what the passage lacks? ------------------
 # Every process computes the same whole batch, and searches its own part of the memory for the
@@ -679,18 +672,12 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
         attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
     counted = ~masked & (batch.entity > 0) & is_elsewhere[batch.entity]
     visible = [[] for _ in mentions]
-    rows, masses = batch.row[counted].tolist(), attention[counted].tolist()
-    for row, group, mass in zip(rows, groups_of(run, batch.entity[counted]), masses):
-        visible[row].append((group, mass))
-    columns = dict(n_tokens=batch.is_target.sum(1), n_correct=is_correct.sum(1), is_named=is_named,
-                   is_recalled=is_recalled, attention=attention[masked])
-    columns = {name: column.tolist() for name, column in columns.items()}
-    columns |= dict(group=groups_of(run, entity), visible=visible)
-    return [MaskedMention(**dict(zip(columns, item))) for item in zip(*columns.values())]
-
-def groups_of(run, entity):
-    """The names in GROUPS of entity numbers (n,)."""
-    return [GROUPS[i] for i in run.entity_group[entity.cpu().numpy()]]
+    for row, e, mass in zip(*(x[counted].tolist() for x in (batch.row, batch.entity, attention))):
+        visible[row].append((run.entity_group[e], mass))
+    columns = (batch.is_target.sum(1), is_correct.sum(1), is_named, is_recalled, attention[masked])
+    columns = [column.tolist() for column in columns]       # in the order of MaskedMention's fields
+    group = run.entity_group[entity.tolist()]
+    return [MaskedMention(*item) for item in zip(group, *columns, visible)]
 
 def best_entities(scores, entity, k=20):
     """(B, k) entities of the k best memories, -1 if there are fewer. scores, entity (B, K)."""
@@ -701,7 +688,7 @@ def sample_eval_mentions(run, n):
     """At most n mentions of each of GROUPS, from data.eval_mentions, the same in every call."""
     mentions = np.random.default_rng(0).permutation(data.eval_mentions(run.corpus))
     group = run.entity_group[run.corpus.mention_entity[mentions]]
-    return np.concatenate([mentions[group == i][:n] for i in range(len(GROUPS))])
+    return np.concatenate([mentions[group == name][:n] for name in GROUPS])
 
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
@@ -753,14 +740,6 @@ def judged_examples(run, tome, task, examples, memory, without=None, attend=True
             items.append(Judged(entity in answers, not answers.isdisjoint(entities)))
     return items
 
-def task_accuracy(run, tome, task, examples, memory, **options):
-    """{"accuracy", "n"}, and for questions "recall@20". options: those of judged_examples."""
-    items = judged_examples(run, tome, task, examples, memory, **options)
-    figures = {"accuracy": mean([item.is_correct for item in items]), "n": len(items)}
-    if task == "qa" and items:
-        figures["recall@20"] = mean([item.is_recalled for item in items])
-    return figures
-
 # ---- Examples ------------------------------------------------------------------------------------
 
 def examples_batch(run, task, examples):
@@ -768,10 +747,10 @@ def examples_batch(run, task, examples):
     return data.example_batch(examples, task, run.tokenizer, run.corpus.entity_index,
                               max_length=run.settings.max_length)
 
-def toy_file(run, task, hops="one_hop", split="test"):
+def toy_file(run, task, hops, split):
     """The path of a file of the toy world's examples. Raises UserError."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
-    if not run.is_toy or not path.is_file():
+    if not path.is_file():
         raise UserError(f"{path}: no such file; give --examples a file of JSON lines (README)")
     # Called only for its errors: it verifies these files' checksums.
     data.open_folder(path.parent, "toy world", lambda name: name.startswith(f"{task}.{hops}."))
@@ -966,12 +945,12 @@ PRESETS = {
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(700, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": data.TEXT_PRESETS["toy"] | dict(
+        hidden=96, n_heads=6, intermediate=192, max_positions=128, n_initial=3, n_upper=1,
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-        k_answer_shard=64, k_finetune=256, n_initial=3, n_upper=1, cluster=64, memory_fraction=1.0,
-        memory_dtype="float32", beta2=0.98,
-        hidden=96, n_heads=6, intermediate=192, max_positions=128, mention_rate=0.4,
-        init_std=0.05, memory_from=0.63, fit_passages=768, lower_lr_scale=0.1,
-        precision="float32", log_every=250, save_every=250, eval_mentions=100, schedule={
+        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.63,
+        memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
+        init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
+        eval_mentions=100, schedule={
             "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "tome-2": Schedule(400, 1e-3, 50, 64), "claims": Schedule(1200, 1e-3, 50, 64),
             "claims-2": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(250, 1e-3, 25, 64),
@@ -1097,7 +1076,7 @@ class Run:
         self.corpus, self.device = data.Corpus(folder), choose_device(device)
         self.check_sources(folder, self.corpus.meta.get("made_from"), self.corpus_made_from())
         self.tokenizer = self.corpus.tokenizer
-        self.entity_group = np.where(self.corpus.entity_count == 0, 1, 0)
+        self.entity_group = np.where(self.corpus.entity_count > 0, *GROUPS)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
@@ -1155,10 +1134,8 @@ class Run:
             source = self.out / f"{others[0]}.pt"
             if source.exists():
                 self.read_checkpoint(source)            # raises if the source is damaged
-            is_file = others[0] == "corpus" or source.exists()
-            raise UserError(f"{path} was made with a different {others[0]}"
-                            f"{'' if is_file else ' than run.json says'}; remove {path} to have it "
-                            "rebuilt, or choose another --out")
+            raise UserError(f"{path} was made with a different {others[0]}; remove {path} to have "
+                            "it rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
         """The checkpoint of a stage, finished or not, or None. Raises UserError."""
@@ -1193,8 +1170,7 @@ def open_memory(run, n_search=0):
     memory, made_from = load_memory(folder, run.device)
     corpus = {"corpus": checksum(run.base / "corpus/meta.json")}
     run.check_sources(folder, made_from, run.made_from("memory") | corpus)
-    is_kept = torch.from_numpy(~run.corpus.replaced).to(run.device)[memory.passage]
-    return memory.select(is_kept).changed(n_search=n_search)
+    return memory.of_passages(~run.corpus.replaced).changed(n_search=n_search)
 
 def read_run(out, blocks=1):
     """The Run of OUT/run.json, not opened. Raises UserError."""
@@ -1226,11 +1202,9 @@ def with_flags(saved, args):
     """The contents of run.json with the flags of this command applied. Raises UserError."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     settings = saved["settings"] | {name: given[name] for name in FLAGS if name in given}
-    saved = saved | {name: given[name] for name in ("preset", "seed") if name in given}
-    if args.old is not None:            # --from; `from` is a keyword in Python
-        saved["from"] = args.old
+    saved = saved | {name: given[name] for name in ("preset", "seed", "from") if name in given}
     if args.corpus is not None:
-        saved["corpus"] = {"path": args.corpus, "checksum": file_checksum("corpus", args.corpus)}
+        saved["corpus"] = {"path": args.corpus, "checksum": checksum(args.corpus)}
     if args.init is not None:
         saved["init"], sizes = describe_published(args.init, with_values(Config(), settings))
         for name, value in sizes.items():
@@ -1259,15 +1233,9 @@ def describe_published(path, config):
             "weights": [checksum(file) for file in weights_files(path)]}
     return init, {name: getattr(config, name) for name in names}
 
-def file_checksum(name, path):
-    """The checksum of the file that a flag names. Raises UserError if there is no such file."""
-    if not os.path.isfile(path):
-        raise UserError(f"{flag(name)} {path}: no such file")
-    return checksum(path)
-
 def differences(before, now):
-    """Yields (name, value before, value now) for each value in `now` that differs from the one in
-    `before`. Files are compared by checksum, since they may have moved, and shown by path."""
+    """Yields what differs in `now` from `before`, in words: ("lr", "--lr 0.1", "with --lr 0.2").
+    Files are compared by checksum, since they may have moved, and shown by path."""
     def split(value):               # what is shown, what is compared
         if isinstance(value, dict):         # a file in run.json
             return value["path"], value | {"path": None}
@@ -1277,10 +1245,8 @@ def differences(before, now):
     for name, value in now.items():
         (old, old_content), (new, new_content) = split(before.get(name)), split(value)
         if old_content != new_content:
-            yield name, old, new
-
-def made_with(name, value):
-    return f"without {flag(name)}" if value is None else f"with {flag(name)} {value}"
+            made = f"without {flag(name)}" if old is None else f"with {flag(name)} {old}"
+            yield name, f"{flag(name)} {new}", made
 
 def run_values(saved):
     """The values of run.json that flags set."""
@@ -1292,16 +1258,17 @@ def inherit(args):
     OLD's results of the stages before --stage. Raises UserError if such a result depends on a
     changed setting. --preset, --seed, --corpus and --init count as settings of stage corpus."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
-    if args.old is None or (out / "run.json").exists():
+    origin = getattr(args, "from")              # `from` is a keyword in Python
+    if origin is None or (out / "run.json").exists():
         return
-    old = read_run(args.old)
+    old = read_run(origin)
     saved = with_flags(old.saved, args)
-    for name, before, now in differences(run_values(old.saved), run_values(saved)):
+    for name, given, made in differences(run_values(old.saved), run_values(saved)):
         since = FLAGS[name].metadata["since"] if name in FLAGS else "corpus"
         if since in before_it and name != "from":
-            raise UserError(f"{flag(name)} {now}: {old.out} was made {made_with(name, before)}, "
-                            f"and its stages before {args.stage} depend on it; leave the flag out, "
-                            "or start a new run without --from")
+            raise UserError(f"{given}: {old.out} was made {made}, and its stages before "
+                            f"{args.stage} depend on it; leave the flag out, or start a new run "
+                            "without --from")
     Run(out, saved, args.blocks)                    # only for its errors
     results = {"corpus": ["world", "corpus"], "batch-tome": ["batch-tome.pt"], "memory": ["memory"],
                "tome": ["tome-1.pt", "tome-2.pt"]}
@@ -1328,9 +1295,9 @@ def settle(args):
     if (out / "run.json").exists():
         run = read_run(out, args.blocks)
         now = run_values(with_flags(run.saved, args))
-        for name, before, now in differences(run_values(run.saved), now):
-            raise UserError(f"{flag(name)} {now}: {out} was made {made_with(name, before)}; leave "
-                            "the flag out, or choose another --out")
+        for _, given, made in differences(run_values(run.saved), now):
+            raise UserError(f"{given}: {out} was made {made}; leave the flag out, or choose "
+                            "another --out")
     else:
         results = [*out.glob("*.pt"), *out.glob("memory")]
         if results:
@@ -1354,12 +1321,13 @@ def stage_plan(run, kind, args=None):
     if checkpoint is None:
         plan = replace(plan, **flags)
         return replace(plan, warmup=min(plan.warmup, plan.steps // 10))
-    for name, before, now in differences(vars(checkpoint["plan"]), flags):
+    plan = checkpoint["plan"]
+    for name, given, made in differences(vars(plan), flags):
         # A stage that diverged may continue with a lower learning rate.
-        if name != "lr" or now > before or checkpoint["about"]["finished"]:
-            raise UserError(f"{flag(name)} {now}: {path} was made {made_with(name, before)}; leave "
-                            f"the flag out, remove {path} to train again, or choose another --out")
-    return replace(checkpoint["plan"], **flags)
+        if name != "lr" or flags["lr"] > plan.lr or checkpoint["about"]["finished"]:
+            raise UserError(f"{given}: {path} was made {made}; leave the flag out, remove {path} "
+                            "to train again, or choose another --out")
+    return replace(plan, **flags)
 
 def stage_flags(run, args):
     """{name: value} of the flags that belong to --stage. Raises UserError."""
@@ -1372,11 +1340,11 @@ def stage_flags(run, args):
     if args.start == "scratch":
         flags["start"] = [["scratch", 0]]
     elif args.start is not None:
-        flags["start"] = [[args.start, file_checksum("start", args.start)]]
+        flags["start"] = [[args.start, checksum(args.start)]]
         read_start(run, args.start)                                     # only for its errors
     if args.examples is not None:
         paths = [args.examples, *map(str, dev_files(args.examples))]
-        flags["examples"] = [[path, file_checksum("examples", path)] for path in paths]
+        flags["examples"] = [[path, checksum(path)] for path in paths]
         for path in paths:
             examples = labelled_examples(path, args.task)               # only for their errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
@@ -1469,7 +1437,7 @@ def append(run, file, replace_articles):
     """Adds a corpus file and its memory as a new folder appended-NNNN, which training never uses.
     replace_articles: articles of the file replace existing ones with the same title."""
     run.open(run.device.type, appended=True)
-    done, record = run.corpus.meta["appended"], [file_checksum("append", file), replace_articles]
+    done, record = run.corpus.meta["appended"], [checksum(file), replace_articles]
     # With --replace, only the last file counts, because a later file may have replaced the articles
     # of an earlier one.
     if record in (done[-1:] if replace_articles else done):
@@ -1514,8 +1482,7 @@ def log(out, record):
             if file.read() not in (b"", b"\n"):         # a crash cut the last line off
                 file.write(b"\n")
             file.write(json.dumps(record).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        data.sync(out / "log.jsonl")
 
 @contextmanager
 def alone_in(out):
@@ -1656,9 +1623,9 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
         "corpus": PATH | {"help": "JSON lines, plain or .gz (README); default: the toy world"},
         "init": PATH | {"help": "start batch-tome from the BERT in this folder, or use a trained "
                         "BATCH-TOME from a file of the paper's own code"},
-        "from": PATH | {"dest": "old", "help": "reuse the results of earlier stages from the run "
-                        "in PATH, without its appended text; settings that do not affect those "
-                        "results may be changed"}},
+        "from": PATH | {"help": "reuse the results of earlier stages from the run in PATH, without "
+                        "its appended text; settings that do not affect those results may be "
+                        "changed"}},
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "initial weights: a .pt file, a TOME file of the paper's own code (with "

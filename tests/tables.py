@@ -368,7 +368,7 @@ def attention_by_name(folder, second, n=1000):
         pairs = np.unique(part.passage.numpy() * E + part.entity.numpy())
         n_passages = np.bincount(pairs % E, minlength=E)[corpus.mention_entity]
         is_elsewhere[label] = n_passages > np.isin(passage * E + corpus.mention_entity, pairs)
-    for kind, is_kind in (("seen", run.entity_group == 0), ("unseen", run.entity_group == 1)):
+    for kind, is_kind in ((kind, run.entity_group == kind) for kind in ("seen", "unseen")):
         for name, is_name in (("first", is_first), ("second", is_second)):
             asked = np.flatnonzero(is_name & is_kind[corpus.mention_entity] & ~introduces
                                    & corpus.held_out[passage])

@@ -202,8 +202,8 @@ def test_claims_without_a_label_are_left_out_and_questions_without_an_answer_cou
                                        {"question": "What?", "answers": []}])
     examples = train.task_examples(loaded, "qa", qa)
     assert [len(e.mentions) for e in examples] == [1, 0]
-    figures = train.task_accuracy(loaded, tome, "qa", examples, memory)
-    assert figures == {"accuracy": .5, "recall@20": .5, "n": 2}     # any entity is right for one, none for the other
+    judged = train.judged_examples(loaded, tome, "qa", examples, memory)
+    assert judged == [(True, True), (False, False)]         # any entity is right for one, none for the other
 
 def through_the_mlm_heads_layer(tome, x):
     """By hand: a dense layer, GELU by its tanh formula, LayerNorm. x (hidden,) -> (hidden,)."""
@@ -393,9 +393,9 @@ def test_the_gain_is_the_mean_over_mentions_and_its_interval_resamples_articles(
         gains.append([item.share for item in train.masked_mentions(loaded, tome, changed, mentions)[1]])
     gains = np.subtract(*gains)
     of_kind = loaded.entity_group[loaded.corpus.mention_entity[mentions]]
-    for i, (kind, (values, groups)) in enumerate(zip(("seen", "unseen"), asked)):
-        assert values.tolist() == gains[of_kind == i].tolist()
-        titles = [loaded.corpus.show_mention(m).split(":")[0] for m in mentions[of_kind == i]]
+    for kind, (values, groups) in zip(("seen", "unseen"), asked):
+        assert values.tolist() == gains[of_kind == kind].tolist()
+        titles = [loaded.corpus.show_mention(m).split(":")[0] for m in mentions[of_kind == kind]]
         assert [loaded.corpus.titles[g] for g in groups] == titles
         if titles:
             assert measured[kind]["gain"] == [pytest.approx(values.mean()), -1, 1]
@@ -565,7 +565,7 @@ def test_control_characters_are_escaped_and_flags_that_do_not_fit_are_refused(ru
 def test_show_n_shows_n_masked_mentions_of_the_groups_in_turn(run, capsys):
     opened = evaluation.open_run(run, blocks=2)
     group = opened.run.entity_group
-    group[opened.run.corpus.entity_index["Boris Holt"]] = 1             # unseen
+    group[opened.run.corpus.entity_index["Boris Holt"]] = "unseen"
     mentions = train.sample_eval_mentions(opened.run, 99)
     kinds = group[opened.run.corpus.mention_entity[mentions]]
     assert len(set(kinds)) == 2
@@ -573,7 +573,7 @@ def test_show_n_shows_n_masked_mentions_of_the_groups_in_turn(run, capsys):
         shown = [mention.words for mention in evaluation.show_masked(opened, n)]
         assert len(shown) == min(n, len(mentions)) == capsys.readouterr().out.count("predicted: ")
         unseen = sum("Boris Holt" in words for words in shown)
-        assert unseen == min(n // 2, sum(kinds == 1)) or n == 99
+        assert unseen == min(n // 2, sum(kinds == "unseen")) or n == 99
 
 def test_the_prediction_is_that_of_the_masked_mention_if_a_passage_has_two(run, monkeypatch, capsys):
     """Here the model predicts "tea" for each token of the masked mention."""
@@ -687,8 +687,8 @@ def test_recall_considers_the_best_20_even_if_the_memory_returns_them_unsorted(r
         entity, scores = torch.arange(100, 150)[None], torch.linspace(0.5, 0, 50)[None]
         entity[0, at], scores[0, at] = answer, score
         table = types.SimpleNamespace(retrieve=lambda *_: Retrieved(scores, entity, entity))
-        figures = train.task_accuracy(loaded, tome, "qa", [example], table, attend=False)
-        assert figures["recall@20"] == hit
+        item, = train.judged_examples(loaded, tome, "qa", [example], table, attend=False)
+        assert item.is_recalled == hit
 
 def test_cells_are_means_over_seeds():
     assert [tables.as_text(cell) for cell in ([0.5, 1.0], [0.25], [], 66.6, "")] == [
