@@ -112,8 +112,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 #   maskable (vocab_size,), words   which tokens may be masked; ids that may replace one at random
 #   meta                        counts, what was dropped, what it was made from
 #
-# The fields of a Batch with one entry per row, and the fields with one entry per mention:
-ROWS = ("tokens", "unmasked", "attention_mask", "is_target", "label")
+# The fields of a Batch with one entry per mention. The other fields have one entry per row.
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 
 @dataclass
@@ -140,8 +139,8 @@ class Batch:
     def part(self, rank, size) -> "Batch":
         """Rows rank, rank + size, … with their mentions: the part of process `rank` of `size`."""
         ours = self.row % size == rank                              # (M,)
-        part = {name: getattr(self, name)[ours] for name in MENTIONS}
-        part |= {name: getattr(self, name)[rank::size] for name in ROWS}
+        part = {name: tensor[ours] if name in MENTIONS else tensor[rank::size]
+                for name, tensor in vars(self).items()}
         return Batch(**part | {"row": part["row"] // size})
 
 def collate(passages, special) -> Batch:
