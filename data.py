@@ -242,18 +242,17 @@ def related_clusters(corpus, size, seed, passages) -> list:
     max(POOL, 2 * size) articles, they are divided into random pools, each clustered by itself. A
     pool gets at least half that many articles, so at least `size` passages, and fills every cluster
     except perhaps its last. The passages of unfilled clusters are clustered again."""
-    passages, clusters = np.sort(passages), []
-    while True:
-        articles, article = np.unique(corpus.article[passages], return_inverse=True)
-        n_pools = max(1, -(-len(articles) // max(POOL, 2 * size)))
-        pool = np.random.default_rng(seed).permutation(len(articles)) % n_pools     # per article
-        found = [cluster for n in range(n_pools)
-                 for cluster in greedy_clusters(corpus, size, seed, passages[pool[article] == n])]
-        if n_pools == 1:
-            return clusters + found
-        clusters += [cluster for cluster in found if len(cluster) == size]
-        unfilled = [cluster for cluster in found if len(cluster) < size]
-        passages = np.sort(np.concatenate([passages[:0], *unfilled]))       # there may be none
+    passages = np.sort(passages)
+    articles, article = np.unique(corpus.article[passages], return_inverse=True)
+    n_pools = -(-len(articles) // max(POOL, 2 * size))
+    if n_pools <= 1:
+        return greedy_clusters(corpus, size, seed, passages)
+    pool = np.random.default_rng(seed).permutation(len(articles)) % n_pools         # per article
+    found = [cluster for n in range(n_pools)
+             for cluster in greedy_clusters(corpus, size, seed, passages[pool[article] == n])]
+    filled = [cluster for cluster in found if len(cluster) == size]
+    others = [p for cluster in found if len(cluster) < size for p in cluster.tolist()]
+    return filled + related_clusters(corpus, size, seed, np.array(others, np.int64))
 
 def articles_with(features) -> dict:
     """{feature: array of the articles that have it}. features: a set for each article."""
