@@ -725,7 +725,8 @@ def read_records(path, make, errors=None):
                 raise UserError(f"{path}:{n}: {reason}") from error
             errors.append(f"{path}:{n}: {reason}")
 
-KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object", None: "null"}
+KINDS = {str: "a string", int: "a whole number", list: "a list", list[str]: "a list of strings",
+         dict: "an object", None: "null"}
 
 def fields(where, record, **allowed) -> list:
     """The values of these fields of a JSON record; None for one that is missing.
@@ -737,7 +738,10 @@ def fields(where, record, **allowed) -> list:
         raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; give one per line")
     for name, kinds in allowed.items():
         value = record.get(name)
-        if value not in kinds and type(value) not in kinds:     # isinstance(True, int) is true
+        kind = type(value)                                      # isinstance(True, int) is true
+        if list[str] in kinds and kind is list and all(type(item) is str for item in value):
+            kind = list[str]
+        if value not in kinds and kind not in kinds:
             wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
             found = f"not {value!r:.40}"
             if name not in record:
@@ -776,9 +780,7 @@ def read_examples(path, task) -> list:
             text, label = fields("", record, text=[str], label=[*CLAIM_LABELS, None])
             label = None if label is None else CLAIM_LABELS.index(label)
             return Example(text, mentions_of(spans, text), label, [], record)
-        text, answers = fields("", record, question=[str], answers=[list])
-        if not all(isinstance(answer, str) for answer in answers):
-            raise ValueError("answers: must be a list of names of entities")
+        text, answers = fields("", record, question=[str], answers=[list[str]])
         return Example(text, mentions_of(spans, text), None, [*filter(None, answers)], record)
 
     examples = list(read_records(path, make))
@@ -1504,9 +1506,8 @@ def kilt(path, out) -> Counter:
     paragraph, …], "anchors": [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}"""
     def article(page):
         """The page in the form of read_article's result."""
-        title, texts, anchors = fields("", page, wikipedia_title=[str], text=[list], anchors=[list])
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("text: must be a list of strings")
+        title, texts, anchors = fields("", page, wikipedia_title=[str], text=[list[str]],
+                                       anchors=[list])
         paragraphs = [(text, []) for text in texts]
         for i, anchor in enumerate(anchors):
             p, start, end, target, href = fields(
@@ -1534,28 +1535,24 @@ QUESTION_TASKS = ("triviaqa", "complexwebquestions", "entityquestions")
 def published_claim(record, name) -> dict:
     """The example of a record of fever, hover or fm2."""
     text_field, label_of = CLAIM_TASKS[name]
-    text, label = fields("", record, **{text_field: [str], "label": [*label_of, None, ""]})
-    if not label:
-        raise ValueError("no label; give a labelled file (the official test files have no labels)")
+    text, label = fields("", record, **{text_field: [str], "label": [*label_of]})
     return {"text": text.strip(), "label": label_of[label]}
 
 def published_question(record, name) -> dict:
     """The question of a record, and the texts of its answers, the best one first."""
     if name == "triviaqa":
-        question, answer = fields("", record, Question=[str], Answer=[dict, None])
-        found = [fields("Answer.", answer, Value=[str], Aliases=[list])] if answer else []
+        question, answer = fields("", record, Question=[str], Answer=[dict])
+        found = [fields("Answer.", answer, Value=[str], Aliases=[list[str]])]
     elif name == "entityquestions":
-        question, answers = fields("", record, question=[str], answers=[list, None])
-        found = [("", answers or [])]
+        question, answers = fields("", record, question=[str], answers=[list[str]])
+        found = [("", answers)]
     else:
-        question, answers = fields("", record, question=[str], answers=[list, None])
-        found = [fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list])
-                 for i, answer in enumerate(answers or [])]
+        question, answers = fields("", record, question=[str], answers=[list])
+        found = [fields(f"answers[{i}].", answer, answer=[str, None], aliases=[list[str]])
+                 for i, answer in enumerate(answers)]
     texts = [text for value, aliases in found for text in (value, *aliases) if text]
     if not texts:
-        raise ValueError("no answer; give a file with answers (the official test files have none)")
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("an answer is not a string")
+        raise ValueError("it has no answer")
     return {"question": question.strip(), "answer_text": list(dict.fromkeys(texts))}
 
 def published_examples(path, name) -> list:
@@ -1572,7 +1569,8 @@ def published_examples(path, name) -> list:
         for n, record in enumerate(records, 1):
             examples.append(make(json.loads(record) if isinstance(record, str) else record, name))
     except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: record {n}: {error}; is this a labelled {name} file?") from error
+        raise UserError(f"{path}: record {n}: {error}; is this a labelled {name} file (the "
+                        "official test files are not)?") from error
     return examples
 
 def answer_key(name):
