@@ -1588,9 +1588,7 @@ def answer_entities(corpus) -> tuple:
     several entities, it refers to the most frequent."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
-    total = Counter()
-    for (entity, _), n in named.items():
-        total[entity] += n
+    total = Counter(entity for entity, _ in named.elements())
     # Later items replace earlier ones, so the most frequent come last.
     entities = [entity for entity, _ in reversed(total.most_common())]
     found = {shown: entity for (entity, shown), _ in reversed(named.most_common())}
