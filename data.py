@@ -1108,8 +1108,6 @@ class Corpus:
         first; new passages are then held out. replace: new articles replace old ones of the same
         title. about: values for meta.json. Raises UserError for a bad line or no linked mention."""
         part = Path(f"{os.path.normpath(folder)}.part")
-        if os.path.lexists(folder):
-            raise UserError(f"{folder} already exists; choose another folder, or remove it")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         try:

