@@ -1356,9 +1356,8 @@ def prose(section) -> str:
         shown = " ".join(str(link.text or target.lstrip(":")).split())
         link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
     text = code.strip_code(collapse=False, keep_template_params=True)
-    if GAP.search(text):
-        text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
-                                  if not GAP.search(sentence)) for line in text.split("\n"))
+    text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
+                              if not GAP.search(sentence)) for line in text.split("\n"))
     text = text.replace("\x04", "")
     for pattern, new in TIDY:
         text = re.sub(pattern, new, text, flags=re.M)
