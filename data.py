@@ -96,8 +96,8 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # A Corpus (the class is below, after "Set apart") has P passages and M mentions (here of the
 # corpus, not of a batch). passage(p) returns a Passage, whose `index` contains the corpus numbers
-# of its mentions. passage_entities(p) returns the entities of these mentions, and
-# passage_of(mentions) the passage number of each given mention.
+# of its mentions. passage_entities(p) returns the entity numbers of these mentions, and
+# passage_of(mentions) the passage number of each given mention (corpus numbers).
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -323,7 +323,8 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     """Yields one Passage per example: the start of its text that fits into max_length positions.
     Only the first max_mentions of the example's mentions are used (32 in app. B.1).
 
-    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], with index -1."""
+    A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], with index -1
+    (§4.4)."""
     special = special_ids(tokenizer)
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
@@ -338,10 +339,8 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
         yield Passage(tokens, index)
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
-    """Examples with mentions as a Batch. A question ends in "[E_start] [MASK] [E_end]" (§4.4).
-
-    task: "claims", "qa", or None for texts only. entity_index: {name: number}. Text beyond
-    max_length positions is cut off.
+    """Examples with mentions as a Batch. task: "claims", "qa", or None for texts only.
+    entity_index: {name: number}.
 
     Claims can come with clozes: true claims in which one entity is hidden. A cloze has this entity
     as its answer instead of a label. All mentions of the entity become [MASK], and the first one is
@@ -460,12 +459,10 @@ def toy_line(key, sentences, **others) -> dict:
     return {key: text, "mentions": mentions, **others}
 
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
-    """The lines of a world: five passages per subject, of one to three sentences.
-
-    Each fact, unless it is the only one, is left out of one passage: with three facts the passages
-    state 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that are
-    described instead of stated in one of these passages, which is never a held-out one. split:
-    "train", of which 5% is then held out, or "held_out"."""
+    """The lines of a world, with five passages per subject (see above). With three facts, they
+    contain 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that are
+    described in one passage, never a held-out one. split: "train", of which 5% is then held out, or
+    "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -1072,7 +1069,7 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
 # ---------------------------------------------------------------- a tokenised corpus
 
 class Corpus:
-    """A tokenised corpus; its fields are listed above Batch. Its arrays are memory-mapped files."""
+    """A tokenised corpus, whose arrays are memory-mapped files. Fields and methods: above Batch."""
     ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
               "article": np.int32, "held_out": np.bool_, "replaced": np.bool_, "text": np.uint8,
               "text_at": np.int64}
@@ -1122,16 +1119,13 @@ class Corpus:
         return Corpus(folder)
 
     def passage(self, p) -> Passage:
-        """A passage, with the numbers of its mentions in the corpus as its index."""
         tokens = self.tokens[self.passage_start[p]:self.passage_start[p + 1]]
         return Passage(tokens, range(*self.mention_first[p:p + 2]))
 
     def passage_entities(self, p):
-        """Entity numbers of a passage's mentions; 0 = not linked."""
         return self.mention_entity[self.mention_first[p]:self.mention_first[p + 1]]
 
     def passage_of(self, mentions):
-        """The passage number of each of these mentions (corpus numbers)."""
         return np.searchsorted(self.mention_first, mentions, "right") - 1
 
     def show_mention(self, m, width=80) -> str:
@@ -1596,8 +1590,7 @@ def answer_entities(corpus) -> tuple:
 def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples
 
-    The "answers" of a question are the entities that its "answer_text" names. A question without
-    such an entity counts as answered incorrectly (§4.4)."""
+    The "answers" of a question are the entities that its "answer_text" names; it may have none."""
     if name in QUESTION_TASKS and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
     examples, n_bracket = [], 0
