@@ -1024,10 +1024,10 @@ def unknown_words(tokenizer, texts) -> list:
     found = {}
     for text in texts:
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        for token, (start, end) in zip(encoding.tokens, encoding.offsets):
+        for token, word in zip(encoding.tokens, encoding.word_ids):
             if token == UNK or token.startswith("##"):
-                word = re.search(r"\w*$", text[:start])[0] + re.match(r"\w*", text[start:])[0]
-                found[word or text[start:end]] = None
+                start, end = encoding.word_to_chars(word)
+                found[text[start:end]] = None
     return list(found)
 
 def load_tokenizer(path) -> Tokenizer:
@@ -1081,7 +1081,7 @@ class Corpus:
             array = np.asarray(np.memmap(Path(folder, name + ".bin"), dtype, "r"))
             is_pairs = name in ("mention_char", "text_at")
             setattr(self, name, array.reshape(-1, 2) if is_pairs else array)
-        self.titles, self.entity_names = json.loads(Path(folder, "names.json").read_bytes())
+        self.titles, self.entity_names = read_json(Path(folder, "names.json"))
         self.article_index = {title: i for i, title in enumerate(self.titles)}
         self.entity_index = {name: i for i, name in enumerate(self.entity_names)}
         self.tokenizer = load_tokenizer(Path(folder, "vocab.txt"))
