@@ -1523,14 +1523,12 @@ CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
                "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
 QUESTION_TASKS = ("triviaqa", "complexwebquestions", "entityquestions")
 
-def published_claim(record, name) -> dict:
-    """The example of a record of fever, hover or fm2."""
-    text_field, label_of = CLAIM_TASKS[name]
-    text, label = fields("", record, **{text_field: [str], "label": [*label_of]})
-    return {"text": text.strip(), "label": label_of[label]}
-
-def published_question(record, name) -> dict:
-    """The question of a record, and the texts of its answers, the best one first."""
+def published_example(record, name) -> dict:
+    """A claim and its label, or a question and the texts of its answers, the best one first."""
+    if name in CLAIM_TASKS:
+        text_field, label_of = CLAIM_TASKS[name]
+        text, label = fields("", record, **{text_field: [str], "label": [*label_of]})
+        return {"text": text.strip(), "label": label_of[label]}
     if name == "triviaqa":
         question, answer = fields("", record, Question=[str], Answer=[dict])
         found = [fields("Answer.", answer, Value=[str], Aliases=[list[str]])]
@@ -1548,8 +1546,7 @@ def published_question(record, name) -> dict:
 
 def published_examples(path, name) -> list:
     """The examples in a published file: a JSON list, {"Data": list} or JSON lines."""
-    make, examples = published_claim if name in CLAIM_TASKS else published_question, []
-    text, n = "".join(open_text(path)), 0
+    text, examples, n = "".join(open_text(path)), [], 0
     try:
         try:
             records = json.loads(text)
@@ -1558,7 +1555,8 @@ def published_examples(path, name) -> list:
         if isinstance(records, dict):
             records = records.get("Data", [records])        # without "Data": JSON lines, one line
         for n, record in enumerate(records, 1):
-            examples.append(make(json.loads(record) if isinstance(record, str) else record, name))
+            record = json.loads(record) if isinstance(record, str) else record
+            examples.append(published_example(record, name))
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: record {n}: {error}; is this a labelled {name} file (the "
                         "official test files are not)?") from error
