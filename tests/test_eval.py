@@ -30,7 +30,6 @@ TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 1
         "save_every": 2, "eval_mentions": 20,
         "schedule": {name: train.Schedule(4, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
 
-
 EVIL = "<script>alert('x')</script> & Co"
 NAMES = ["Alma Verran", "Boris Holt", "Clara Marek", "Dario Quist", "Edith Sorel", "Felix Varga", "Greta Dahl",
          "Hugo Orloff", EVIL]

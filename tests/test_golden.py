@@ -29,7 +29,6 @@ CONFIG = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, n_initial=
                 max_positions=24, dropout=0.0, key_dim=8, value_dim=16, coref_dim=16, k=8, k_shard=8, k_answer=16)
 LARGEST = defaultdict(lambda: {"forward": 0.0, "gradient": 0.0})        # what is compared -> largest difference
 
-
 @pytest.fixture(scope="module", autouse=True)
 def print_the_largest_differences():
     yield
@@ -37,27 +36,21 @@ def print_the_largest_differences():
     for name, d in LARGEST.items():
         print(f"{name:28s}  {d['forward']:10.1e}" + (f"  {d['gradient']:10.1e}" if d["gradient"] else ""))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparing, and the names of the public code in terms of ours
-
+# ---- Comparing, and the names of the public code in terms of ours
 
 def golden(name):
     with np.load(FOLDER / f"{name}.npz", allow_pickle=False) as file:
         return {key: torch.from_numpy(file[key]) for key in file.files}
 
-
 def record(name, kind, difference):
     LARGEST[name][kind] = max(LARGEST[name][kind], float(difference))
     return difference
-
 
 def same_forward(name, ours, theirs):
     assert ours.shape == theirs.shape
     difference = (ours.detach() - theirs).abs()
     record(name, "forward", difference.max())
     assert (difference < 1e-5 * theirs.abs().clamp(min=1)).all(), f"{name}: {difference.max():.2e}"
-
 
 def same_gradients(name, ours, theirs, zero=()):
     """Compares two dictionaries of gradients with the same parameters. zero: parameters whose gradient is 0 except for
@@ -71,10 +64,8 @@ def same_gradients(name, ours, theirs, zero=()):
         difference = record(name, "gradient", (ours[key] - theirs[key]).abs().max() / theirs[key].abs().max())
         assert difference < 1e-4, f"{name}, gradient of {key}: {difference:.2e}"
 
-
 def gradients(module):
     return {name: p.grad for name, p in module.named_parameters() if not OUR_HEADS & set(name.split("."))}
-
 
 def load(module, state):
     """Loads `state`, which has all parameters except those of heads that only our model has."""
@@ -82,16 +73,13 @@ def load(module, state):
     assert not unknown and all(OUR_HEADS & set(name.split(".")) for name in left_out), (left_out, unknown)
     return module
 
-
 def linear(z, path, name):
     """A Dense kernel is [in, out]; those of attention are [hidden, heads, dim] or [heads, dim, hidden]."""
     kernel, bias = z[path + "/kernel"], z[path + "/bias"].flatten()
     return {name + ".weight": kernel.reshape(-1, len(bias)).T, name + ".bias": bias}
 
-
 def norm(z, path, name):
     return {name + ".weight": z[path + "/scale"], name + ".bias": z[path + "/bias"]}
-
 
 def transformer(z, path, name):
     """Weights (or, all maps being linear, their gradients) of a TransformerBlock."""
@@ -106,17 +94,14 @@ def transformer(z, path, name):
                   **linear(z, m + "/dense", ours + "down"), **norm(z, m + "/layer_norm", ours + "norm")}
     return state
 
-
 def memory_attention(z, path, name):
     return {**linear(z, path + "query_projector", name + "query.linear"),
             **linear(z, path + "update_layer/retrieval_projector", name + "up"),
             **norm(z, path + "update_layer/layer_norm", name + "norm")}
 
-
 def mlm_head(z, path, name):
     return {**linear(z, path + "dense", name + "dense"), **norm(z, path + "layer_norm", name + "norm"),
             name + "bias": z[path + "bias"]}
-
 
 def tome_state(z, blocks, path="param/"):
     """Weights or gradients of a TOME of 1 or 2 blocks, without its heads of entity prediction and claims."""
@@ -132,14 +117,12 @@ def tome_state(z, blocks, path="param/"):
         state |= transformer(z, e + encoder, f"blocks.{i}.transformer.")
     return state
 
-
 def new_tome(blocks):
     """A TOME of the golden size. Its two-block reference has an uneven one: 1 layer, then 2."""
     tome = TOME(Config(**{**CONFIG.__dict__, "n_upper": 2 * blocks, "n_blocks": blocks}))
     if blocks == 2:
         del tome.blocks[0].transformer.layers[1]
     return tome
-
 
 def mentions_of(z, device=None):
     """(row, start, end, passage) of the mentions that are not padding; `real` is the mask of these."""
@@ -148,12 +131,10 @@ def mentions_of(z, device=None):
     row, start, end = (take(f"in/mention_{name}_positions")[real] for name in ("batch", "start", "end"))
     return SimpleNamespace(row=row, start=start, end=end, passage=take("in/text_identifiers")[real], real=real)
 
-
 def targets_of(z):
     """(row, column) of the masked tokens, in the public code's order, and the original tokens."""
     at = z["in/mlm_target_weights"] > 0
     return (at.nonzero()[:, 0], z["in/mlm_target_positions"][at].long()), z["in/mlm_target_ids"][at].long()
-
 
 def batch_of(z):
     m, targets = mentions_of(z), z["in/mention_target_weights"] > 0
@@ -167,12 +148,10 @@ def batch_of(z):
                       end=m.end, entity=entity, passage=m.passage, is_target=is_target, mention=nothing,
                       answer=nothing, label=torch.full((len(tokens),), -1))
 
-
 def memory_of(z, device=None, kind=MentionMemory, passage="in/memory_identifiers"):
     keys, values, entity, passages = (z[name] if device is None else z[name][device] for name in (
         "in/memory_keys", "in/memory_values", "in/memory_entity_ids", passage))
     return kind(keys, values, entity.long(), passages.long(), torch.arange(len(keys)))
-
 
 class RemovedAfterwards(MentionMemory):
     """The public code's rule: search all rows, then remove the passage's own and leave their places empty."""
@@ -182,17 +161,13 @@ class RemovedAfterwards(MentionMemory):
         own = ann.fetch(found.ids, [self.passage])[0] == passage[:, None]
         return found._replace(scores=found.scores.masked_fill(own, -torch.inf))
 
-
 def top_allowed(z, queries, passages, k, memory_passage="in/memory_identifiers"):
     """Our rule in numpy: for each query, the k best rows of another passage. Lists of ids, best first."""
     scores = queries.numpy() @ z["in/memory_keys"].numpy().T
     return [[i for i in np.argsort(-row) if z[memory_passage][i] != passage][:k]
             for row, passage in zip(scores, passages)]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Transformer and MLM head
-
+# ---- Transformer and MLM head
 
 def test_a_transformer_block_matches_the_public_code_on_padded_passages_with_gradients():
     z = golden("transformer")
@@ -204,7 +179,6 @@ def test_a_transformer_block_matches_the_public_code_on_padded_passages_with_gra
     same_gradients("transformer block", {"x": x.grad, **gradients(block)},
                    {"x": z["grad/in_encoding"], **transformer(z, "grad_param", "")})
 
-
 def test_the_mlm_head_matches_the_public_codes_logits_and_loss():
     z = golden("mlm_head")
     head = load(MLMHead(CONFIG), mlm_head(z, "param/", ""))
@@ -215,10 +189,7 @@ def test_the_mlm_head_matches_the_public_codes_logits_and_loss():
     same_forward("MLM loss", mlm_loss(logits[real], z["in/mlm_target_ids"][real].long()),
                  z["out/loss_sum"] / z["out/denominator"])
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory attention, eq. 6-9
-
+# ---- Memory attention, eq. 6-9
 
 def attend(z, memory, k=8, k_shard=None, device=None, anyones=False):
     """MemoryAttention of the golden weights over `memory`: (layer, H, mentions, M, Retrieved)."""
@@ -229,7 +200,6 @@ def attend(z, memory, k=8, k_shard=None, device=None, anyones=False):
     if anyones:                                                 # nothing is disallowed: no row has this passage
         mentions.passage = torch.full_like(mentions.passage, -1)
     return layer, H, mentions, *layer(H, mentions, memory)
-
 
 @pytest.mark.parametrize("case, k", [("disallow", 8), ("allow", 8), ("post4", 4), ("all_disallowed", 8)])
 def test_memory_attention_with_their_removal_rule_matches_their_ids_weights_and_output(case, k):
@@ -259,7 +229,6 @@ def test_memory_attention_with_their_removal_rule_matches_their_ids_weights_and_
         same_gradients("memory attention", {"H": H.grad, **gradients(layer)},
                        {"H": z["disallow/grad_in_encoding"], **memory_attention(z, "disallow/grad_param/", "")})
 
-
 def test_over_the_whole_memory_both_removal_rules_agree_and_match_their_output():
     z = golden("memory_attention")
     _, _, mentions, M, found = attend(z, memory_of(z), k=64)
@@ -271,7 +240,6 @@ def test_over_the_whole_memory_both_removal_rules_agree_and_match_their_output()
         n = int((~disallowed).sum())
         assert ids[:n].tolist() == their_ids[~disallowed].tolist() and (ids[n:] == -1).all()
         same_forward("memory attention", weights[:n], their_weights[~disallowed])
-
 
 @pytest.mark.parametrize("case", ["disallow", "all_disallowed"])
 def test_removal_before_the_top_k_keeps_what_they_keep_and_fills_their_empty_places(case):
@@ -299,16 +267,12 @@ def test_removal_before_the_top_k_keeps_what_they_keep_and_fills_their_empty_pla
     elsewhere[mentions.row[touched], mentions.start[touched]] = False
     same_forward("memory attention", M[elsewhere], z[case + "/encoding"][elsewhere])
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Two processes, each with its shard of the memory and its own passages
-
+# ---- Two processes, each with its shard of the memory and its own passages
 
 def coreference_of_two_devices():
     z = golden("coreference")
     encodings, row, entity = (z[f"two_devices/in_{name}"] for name in ("encodings", "batch_positions", "ids"))
     return encodings, entity.long(), row.long() + torch.tensor([[0], [100]])
-
 
 def process_of_two(rank, folder):
     torch.set_num_threads(1)
@@ -326,13 +290,11 @@ def process_of_two(rank, folder):
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
-
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     torch.multiprocessing.spawn(process_of_two, (str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["k_half_per_device", "k_per_device_post_k"])
@@ -364,7 +326,6 @@ def test_two_processes_find_what_two_devices_of_the_public_code_find(case, two_p
                 pool += [(score[i], 32 * shard + i) for i in sorted(allowed, key=score.__getitem__)[-k_shard:]]
             assert ids[m].tolist() == [i for _, i in sorted(pool, reverse=True)[:8]]
 
-
 def test_two_processes_shares_of_the_coreference_loss_match_the_two_devices_sums(two_processes):
     z = golden("coreference")
     shares, grads = zip(*(results["coreference"] for results in two_processes))
@@ -374,10 +335,7 @@ def test_two_processes_shares_of_the_coreference_loss_match_the_two_devices_sums
     coreference_loss(encodings.requires_grad_(), *ids).backward()                   # process on both batches
     same_gradients("coreference loss", {"z": torch.cat(grads)}, {"z": encodings.grad})
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The losses
-
+# ---- The losses
 
 def test_coreference_loss_and_gradient_match_the_public_code_with_padding_and_unlinked_mentions():
     z = golden("coreference")
@@ -389,7 +347,6 @@ def test_coreference_loss_and_gradient_match_the_public_code_with_padding_and_un
     same_gradients("coreference loss", {"z": encodings.grad * counted}, {"z": z["dot/grad_encodings"]})
     assert not encodings.grad[entity == 0].any()
 
-
 @pytest.mark.parametrize("case", ["no_positive", "no_negative"])
 def test_coreference_loss_is_zero_and_finite_if_there_is_no_positive_or_no_negative(case):
     z = golden("coreference")
@@ -398,7 +355,6 @@ def test_coreference_loss_is_zero_and_finite_if_there_is_no_positive_or_no_negat
     assert loss == z[f"{case}/loss_sum"] == 0
     loss.backward()
     assert not encodings.grad.any()
-
 
 def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss_but_not_in_theirs():
     z = golden("coreference")
@@ -418,11 +374,9 @@ def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss
     same_forward("coreference loss", coreference_loss(encodings, entity, passage),
                  torch.tensor(sums / with_positive, dtype=torch.float32))
 
-
 def their_entity_loss(ours, n_counted, n_linked):
     """Decision 4. They count a linked mention whose entity was not retrieved as -log(0 + 1e-10), and we leave it out."""
     return (ours * n_counted - np.log(1e-10) * (n_linked - n_counted)) / n_linked
-
 
 def test_entity_prediction_loss_matches_theirs_except_for_mentions_that_retrieved_nothing():
     z = golden("entity_prediction")
@@ -439,7 +393,6 @@ def test_entity_prediction_loss_matches_theirs_except_for_mentions_that_retrieve
     p, g = z["in/probs"], z["out/grad_probs"]           # theirs is the gradient of the probabilities
     same_gradients("entity prediction", {"scores": scores.grad * n}, {"scores": p * (g - (p * g).sum(1, keepdim=True))})
 
-
 def test_the_answer_is_the_entity_with_the_largest_sum_not_the_largest_single_memory():
     z = golden("entity_prediction")
     linked = z["in/weights"] > 0
@@ -447,16 +400,12 @@ def test_the_answer_is_the_entity_with_the_largest_sum_not_the_largest_single_me
     assert torch.equal(answer[linked], z["out/predictions_sum"][linked].long())
     assert not torch.equal(answer[linked], z["out/predictions_max"][linked].long())
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole of TOME
-
+# ---- The whole of TOME
 
 def fold(first, second):
     """Their final query is second(first(.)); one SpanEncodingLayer does the same: its state."""
     return {"linear.weight": second[".weight"] @ first[".weight"],
             "linear.bias": second[".weight"] @ first[".bias"] + second[".bias"]}
-
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_gradient(blocks):
@@ -523,7 +472,6 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     theirs |= linear(z, "grad_param/encoder/mention_projector", "projector")
     same_gradients(name, ours, theirs)
 
-
 @pytest.mark.parametrize("blocks", [1, 2])
 @torch.no_grad()
 def test_tome_with_our_removal_rule_differs_from_theirs_only_where_they_lost_places(blocks):
@@ -543,7 +491,6 @@ def test_tome_with_our_removal_rule_differs_from_theirs_only_where_they_lost_pla
     for row, mask in enumerate(batch.attention_mask):                       # passages do not see one another
         same = torch.allclose(H[row][mask], z["out/encoding"][row][mask], atol=1e-5)
         assert same == (row not in touched)
-
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
@@ -598,10 +545,7 @@ def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
         # a bias of the keys shifts all scores of a mention equally, which the softmax ignores
         same_gradients(name, gradients(model), state(f"{case}/grad_param/"), zero=["key.linear.bias"])
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Entity markers
-
+# ---- Entity markers
 
 @pytest.mark.parametrize("example", [0, 1, 2])
 def test_entity_markers_are_where_the_public_code_puts_them(example):

@@ -16,7 +16,6 @@ from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_upper=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
 
-
 class Mentions:
     """The flat mention arrays of a batch of 3 passages; mentions 1 and 2 start at the same token."""
     row = torch.tensor([0, 0, 0, 1, 2, 2])
@@ -25,16 +24,13 @@ class Mentions:
     passage = torch.tensor([7, 7, 7, 8, 9, 9])
     entity = torch.tensor([1, 2, 3, 1, 2, 0])
 
-
 def memory_of(n=30, seed=0):
     g = torch.Generator().manual_seed(seed)
     return MentionMemory(torch.randn(n, 4, generator=g), torch.randn(n, 6, generator=g),
                          torch.randint(1, 6, (n,), generator=g), torch.arange(n) // 3, torch.arange(n))
 
-
 def layer_norm(x, norm):
     return (x - x.mean()) / math.sqrt(x.var(unbiased=False) + 1e-12) * norm.weight + norm.bias
-
 
 def attention_by_hand(H, layer, keys, values, passages, k):
     """Eq. 6-9, for one mention and one memory at a time."""
@@ -48,7 +44,6 @@ def attention_by_hand(H, layer, keys, values, passages, k):
         value = sum(math.exp(score) / total * values[i] for score, i in scores)
         M[row, s] += layer.up.weight @ value + layer.up.bias
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
-
 
 @pytest.mark.parametrize("n_upper, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
 def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_memory_layer(n_upper, sources):
@@ -69,7 +64,6 @@ def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_me
     same = split_into_blocks(one.state_dict(), one.config)
     assert same.keys() == one.state_dict().keys() and all(torch.equal(t, same[n]) for n, t in one.state_dict().items())
 
-
 @torch.no_grad()
 def test_a_passages_output_does_not_depend_on_longer_passages_in_the_batch():
     torch.manual_seed(3)
@@ -81,7 +75,6 @@ def test_a_passages_output_does_not_depend_on_longer_passages_in_the_batch():
         alone = tome(tokens[row:row + 1, :n], torch.ones(1, n, dtype=torch.bool))[0][0]
         torch.testing.assert_close(together[row, :n], alone, atol=1e-5, rtol=0)
         assert not together[row, n:].any()
-
 
 @torch.no_grad()
 def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_keys():
@@ -112,7 +105,6 @@ def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_keys():
         expected *= 20 / (expected * keys).sum(1).mean()
         np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
 
-
 def test_in_reading_practice_a_mention_gets_its_own_value_from_the_unmasked_text():
     torch.manual_seed(3)
     model = BatchTOME(TOME(replace(TINY, n_blocks=1, max_positions=40))).eval()
@@ -128,7 +120,6 @@ def test_in_reading_practice_a_mention_gets_its_own_value_from_the_unmasked_text
     expected = model.tome.blocks[0].transformer(layer.norm(H0), batch.attention_mask)
     torch.testing.assert_close(H, expected, atol=1e-5, rtol=1e-5)
 
-
 def test_position_embeddings_start_as_sinusoids_scaled_like_the_other_embeddings():
     model = BatchTOME(TOME(TINY))
     sinusoidal_positions(model)
@@ -139,7 +130,6 @@ def test_position_embeddings_start_as_sinusoids_scaled_like_the_other_embeddings
             assert position[p, i].item() == pytest.approx(std * math.sqrt(2) * math.sin(angle), abs=1e-5)
             assert position[p, i + 1].item() == pytest.approx(std * math.sqrt(2) * math.cos(angle), abs=1e-5)
     assert position.square().mean().sqrt().item() == pytest.approx(std, rel=1e-3)
-
 
 def read_batch(seed, n_mentions=6):
     """A batch of random tokens with mentions at random places; the third mention is not linked."""
@@ -152,7 +142,6 @@ def read_batch(seed, n_mentions=6):
     batch.entity[2] = 0
     return batch
 
-
 @torch.no_grad()
 def test_span_encoding_is_a_projection_of_start_and_end_eq_1():
     H, layer = torch.randn(3, 8, 16), SpanEncodingLayer(16, 5)
@@ -161,7 +150,6 @@ def test_span_encoding_is_a_projection_of_start_and_end_eq_1():
     for m in range(6):
         r, s, e = int(Mentions.row[m]), int(Mentions.start[m]), int(Mentions.end[m])
         np.testing.assert_allclose(out[m], W @ np.concatenate([H[r, s].numpy(), H[r, e].numpy()]) + b, atol=1e-5)
-
 
 @pytest.mark.parametrize("kind", ["whole corpus, top 5", "batch, all of it"])
 @torch.no_grad()
@@ -176,7 +164,6 @@ def test_memory_attention_follows_eq_6_to_9_and_excludes_the_mentions_own_passag
     torch.testing.assert_close(M, attention_by_hand(H, layer, table.keys, table.values, table.passage, k),
                                atol=1e-5, rtol=1e-5)
     assert torch.allclose(found.weights.sum(-1), torch.ones(6))
-
 
 def test_given_memories_share_the_mentions_entity_and_come_from_other_passages():
     torch.manual_seed(1)
@@ -235,7 +222,6 @@ def test_mentions_that_are_not_given_memories_search_for_them():
     mixed.value[given.wanted == 0].sum().backward()
     assert layer.query.linear.weight.grad.abs().sum() > 0
 
-
 @torch.no_grad()
 def test_a_mention_without_an_allowed_memory_gets_no_update():
     torch.manual_seed(1)
@@ -247,7 +233,6 @@ def test_a_mention_without_an_allowed_memory_gets_no_update():
                                atol=1e-5, rtol=1e-5)
     M, found = layer(H, Mentions, table.sample(0))
     torch.testing.assert_close(M, layer.norm(H))
-
 
 def test_the_entity_table_is_attended_to_as_a_whole_except_row_0():
     table = EntityTable(replace(TINY, n_entities=4))
@@ -261,7 +246,6 @@ def test_the_entity_table_is_attended_to_as_a_whole_except_row_0():
     found.value.sum().backward()
     assert table.keys.grad.abs().sum() > 0 and table.values.grad.abs().sum() > 0
 
-
 def test_the_query_gets_a_gradient_and_the_frozen_memory_gets_none():
     torch.manual_seed(1)
     layer, table = MemoryAttention(TINY), memory_of()
@@ -272,7 +256,6 @@ def test_the_query_gets_a_gradient_and_the_frozen_memory_gets_none():
     assert not table.keys.requires_grad and table.keys.grad is None and table.values.grad is None
     assert torch.equal(before[0], table.keys) and torch.equal(before[1], table.values)
 
-
 def test_the_batch_memory_passes_gradients_to_keys_and_values():
     torch.manual_seed(1)
     table = memory_of()
@@ -280,7 +263,6 @@ def test_the_batch_memory_passes_gradients_to_keys_and_values():
     M, _ = MemoryAttention(TINY)(torch.randn(3, 8, 16), Mentions, BatchMemory(keys, values, table.entity, table.passage))
     M.square().sum().backward()
     assert keys.grad.abs().sum() > 0 and values.grad.abs().sum() > 0
-
 
 def test_what_a_passage_retrieves_does_not_depend_on_padding():
     torch.manual_seed(0)
@@ -293,7 +275,6 @@ def test_what_a_passage_retrieves_does_not_depend_on_padding():
     mask[:, 9:] = False
     H2, _ = model.tome(padded, mask, Mentions, table)
     torch.testing.assert_close(H, H2[:, :9], atol=1e-5, rtol=1e-5)
-
 
 def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_has_alone():
     """26 of the 190 padding positions are computed (encoder.Packing)."""
@@ -312,7 +293,6 @@ def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_
         alone.square().sum().backward()
     for gradient, p in zip(gradients, block.parameters()):
         torch.testing.assert_close(gradient, p.grad, atol=1e-3, rtol=1e-3)
-
 
 def test_coreference_loss_is_the_mean_cross_entropy_over_positives_app_a2():
     torch.manual_seed(0)
@@ -334,7 +314,6 @@ def test_coreference_loss_is_the_mean_cross_entropy_over_positives_app_a2():
     torch.testing.assert_close(loss, by_hand)
     torch.testing.assert_close(torch.autograd.grad(loss, z)[0], torch.autograd.grad(by_hand, z)[0])
 
-
 @pytest.mark.parametrize("entity, passage", [([0, 0, 0], [1, 2, 3]), ([1, 1, 1], [1, 1, 1]), ([1, 2, 3], [1, 2, 3]),
                                              ([1, 1, 1], [1, 2, 3]), ([], [])],
                          ids=["none linked", "one passage", "no positive", "no negative", "no mention"])
@@ -343,7 +322,6 @@ def test_coreference_loss_of_degenerate_batches_is_zero_and_finite(entity, passa
     loss = coreference_loss(z, torch.tensor(entity, dtype=torch.long), torch.tensor(passage, dtype=torch.long))
     loss.backward()
     assert loss == 0 and torch.isfinite(z.grad).all()
-
 
 def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_memory():
     scores = torch.tensor([[2., 1., 0., -1.], [1., 1., -torch.inf, -torch.inf], [3., 2., 1., 0.], [-torch.inf] * 4,
@@ -359,13 +337,11 @@ def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_
     loss.backward()
     assert torch.isfinite(scores.grad).all() and (scores.grad[2:] == 0).all()
 
-
 def test_entity_prediction_loss_is_zero_if_nothing_was_retrieved():
     scores = torch.full((3, 4), -torch.inf, requires_grad=True)
     loss = entity_prediction_loss(scores, torch.zeros(3, 4, dtype=torch.long), torch.tensor([1, 2, 0]))
     loss.backward()
     assert loss == 0 and (scores.grad == 0).all()
-
 
 def test_the_answer_is_the_entity_with_the_largest_sum_of_weights_eq_10():
     g = torch.Generator().manual_seed(0)
@@ -381,13 +357,11 @@ def test_the_answer_is_the_entity_with_the_largest_sum_of_weights_eq_10():
         best = max(sums, key=sums.get)
         assert answer[m] == best
 
-
 def test_mlm_loss_is_the_mean_cross_entropy_of_masked_tokens_or_zero_if_there_are_none():
     logits, target = torch.randn(5, 7), torch.tensor([0, 6, 2, 2, 1])
     by_hand = -np.mean([(logits[i] - logits[i].logsumexp(0))[t].item() for i, t in enumerate(target)])
     assert mlm_loss(logits, target).item() == pytest.approx(by_hand, abs=1e-6)
     assert mlm_loss(torch.empty(0, 7), torch.empty(0, dtype=torch.long)) == 0
-
 
 def test_scores_are_float32_under_bfloat16_autocast():
     """Scores are about 50, and bfloat16 would drop digits that matter in the exponentials of eq. 7."""
@@ -406,7 +380,6 @@ def test_scores_are_float32_under_bfloat16_autocast():
     assert loss.dtype == torch.float32
     assert torch.allclose(loss, coreference_loss(memory.keys, memory.entity, memory.passage), rtol=1e-6)
 
-
 def test_buckets_are_rebuilt_only_if_keys_or_passages_change():
     memory = memory_of().changed(n_search=2)
     memory.search(memory.keys[:1], 1, None)                                 # builds them
@@ -414,7 +387,6 @@ def test_buckets_are_rebuilt_only_if_keys_or_passages_change():
     assert memory.changed(n_search=3).index is memory.index                 # the same buckets, more of them searched
     for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10))):
         assert changed.index is None is not memory.index
-
 
 def test_sample_shuffled_and_by_article_change_only_what_they_should():
     table = memory_of()
