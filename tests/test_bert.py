@@ -505,12 +505,6 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
 
-def test_init_from_a_folder_without_a_bert_is_refused_before_anything_is_written(tmp_path, capsys):
-    assert train.main(["--stage", "batch-tome", "--init", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "neither model.safetensors nor" in error
-    assert not (tmp_path / "run").exists()
-
 def test_a_dimension_set_by_the_bert_cannot_be_changed(tmp_path, capsys):
     command = command_from_bert(tmp_path, "--stage", "memory")
     assert train.main([*command, "--hidden", "24"]) == 1

@@ -26,7 +26,7 @@ import train
 import tables
 from memory import Retrieved
 
-TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 1, "cluster": 16, "log_every": 4,
+TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 2, "n_upper": 1, "cluster": 16, "log_every": 4,
         "save_every": 2, "eval_mentions": 20,
         "schedule": {name: train.Schedule(4, 1e-3, 1, 16) for name in ("batch-tome", "tome", "claims", "qa")}}
 
@@ -48,7 +48,7 @@ def out(tmp_path_factory):
     claims = [{"text": c, "label": data.CLAIM_LABELS[i % 3]} for i, c in enumerate(CLAIMS)]
     questions = [{"question": q, "answers": [a]} for q, a in QUESTIONS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(train.PRESETS, "toy", {**TINY, "n_initial": 2})
+        patch.setitem(train.PRESETS, "toy", TINY)
         for flags in (["tome", "--corpus", write(folder / "corpus.jsonl", lines)],
                       ["finetune", "--task", "claims", "--examples", write(folder / "claims.jsonl", claims)],
                       ["finetune", "--task", "qa", "--examples", write(folder / "qa.jsonl", questions)]):
@@ -79,48 +79,44 @@ def queries_of(model):
     layer.register_forward_hook(lambda module, inputs, query: asked.append(query.detach()))
     return asked
 
-def test_a_batch_of_claims_and_clozes_has_the_losses_of_each_alone(run, tmp_path):
+def claim_logits_by_hand(tome, H, batch):
+    """Logits (3,) of a batch of one claim: GELU by its tanh formula and LayerNorm at each mention, their mean, the head."""
+    judged, mlm = [torch.zeros(H.shape[-1])], tome.mlm
+    for start in batch.start.tolist():
+        x = mlm.dense.weight @ H[0, start] + mlm.dense.bias
+        x = .5 * x * (1 + torch.tanh((2 / np.pi) ** .5 * (x + .044715 * x ** 3)))
+        judged.append(mlm.norm.weight * (x - x.mean()) / (x.var(unbiased=False) + mlm.norm.eps) ** .5 + mlm.norm.bias)
+    return tome.claim.weight @ (sum(judged) / max(1, len(judged) - 1)) + tome.claim.bias
+
+@torch.no_grad()
+def test_a_batch_of_claims_and_clozes_has_the_losses_of_each_alone(run):
     """The losses of a batch of both, compared with forward passes of each alone and eq. 10 by hand."""
-    claims = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), n % 2, [], {}) for n, claim in enumerate(CLAIMS)]
-    path = write(tmp_path / "claims.jsonl", [{"text": e.text, "mentions": [m._asdict() for m in e.mentions],
-                                              "label": data.CLAIM_LABELS[e.label]} for e in claims])
-    true = [e for e in claims if data.CLAIM_LABELS[e.label] == "SUPPORTS"]
-    loaded, _, _ = train.open_run(run, blocks=2)
-    stage = finetune_stage(loaded, "claims", path, len(claims))
+    (loaded, _, _), n, path = train.open_run(run, blocks=2), len(CLAIMS), run.parent / "claims.jsonl"
+    stage = finetune_stage(loaded, "claims", path, n)
     model, batch = stage.model.eval(), stage.next_batch(0)
-    with torch.no_grad():
-        parts = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
-    n = len(claims)
-    assert parts.keys() == {"claims", "answer", "linking"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
+    losses = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
+    assert losses.keys() == {"claims", "answer", "linking"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
+    true = [train.examples_batch(loaded, "claims", [example]).tokens[0].tolist()
+            for example in train.task_examples(loaded, "claims", path) if data.CLAIM_LABELS[example.label] == "SUPPORTS"]
     asked = queries_of(model)
     training, by_hand = train.open_memories(loaded, model, 0)[1], {"claims": [], "answer": [], "linking": []}
-    for r, row in enumerate(batch.tokens):
-        label = int(batch.label[r])
+    for r in range(2 * n):
+        one = batch.part(r, 2 * n)
+        H, _ = model(one.tokens, one.attention_mask, one, training)
         if r < n:
-            example = next(e for e in claims if train.examples_batch(loaded, "claims", [e]).tokens[0].tolist() ==
-                           row[batch.attention_mask[r]].tolist())
-            one, mention = train.examples_batch(loaded, "claims", [example]), -1
-        else:           # a true claim in which one mention is masked
-            name = loaded.corpus.entity_names[int(batch.answer[(batch.row == r) & (batch.answer > 0)])]
-            example = next(e for e in true if any(m.entity == name for m in e.mentions) and train.examples_batch(
-                loaded, "qa", [e]).tokens[0, :-4].tolist() == batch.unmasked[r][batch.attention_mask[r]][:-1].tolist())
-            one = train.examples_batch(loaded, "claims", [example._replace(label=None, answers=[name])])
-            assert one.tokens.shape == (1, int(batch.attention_mask[r].sum()))
-            mention = int((one.answer >= 0).nonzero())
-            one.tokens = row[None, :one.tokens.shape[1]]
-        with torch.no_grad():
-            H, _ = model(one.tokens, one.attention_mask, one, training)
-        if r < n:
-            judged = [through_the_mlm_heads_layer(model, H[0, s]) for s in one.start.tolist()]
-            logits = model.claim.weight @ (sum(judged, torch.zeros(H.shape[-1])) / max(1, len(judged))) + model.claim.bias
-            by_hand["claims"].append(-float(logits.detach().log_softmax(0)[label]))
+            by_hand["claims"].append(-float(claim_logits_by_hand(model, H, one).log_softmax(0)[one.label[0]]))
             continue
+        assert one.unmasked[one.attention_mask].tolist() in true        # a true claim in which one mention is masked
+        mention = int((one.answer >= 0).nonzero())
+        name = slice(int(one.start[mention]) + 1, int(one.end[mention]))
+        assert (one.tokens[0, name] == loaded.corpus.special[data.MASK]).all() and one.answer[mention] == one.entity[mention]
+        assert torch.equal(one.tokens[0, name.stop:], one.unmasked[0, name.stop:]) and one.label[0] == -1
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.entity_query.linear.weight @ ends + model.entity_query.linear.bias
         for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", asked[-1][mention], loaded.config.k)):
             by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
-    for name, losses in by_hand.items():
-        assert 0 < len(losses) <= n and parts[name] == pytest.approx(np.mean(losses), abs=1e-4), name
+    for name, each in by_hand.items():
+        assert 0 < len(each) <= n and losses[name] == pytest.approx(np.mean(each), abs=1e-4), name
 
 def test_questions_also_train_the_last_memory_layer_on_what_it_retrieved(run):
     loaded, _, _ = train.open_run(run, blocks=2)
@@ -204,31 +200,24 @@ def test_claims_without_a_label_are_left_out_and_questions_without_an_answer_cou
     figures = train.task_accuracy(loaded, tome, "qa", examples, memory)
     assert figures == {"accuracy": .5, "recall@20": .5, "n": 2}     # any entity is right for one, none for the other
 
-def through_the_mlm_heads_layer(tome, x):
-    """By hand: a dense layer, GELU by its tanh formula, LayerNorm. x (hidden,) -> (hidden,)."""
-    x = tome.mlm.dense.weight @ x + tome.mlm.dense.bias
-    x = .5 * x * (1 + torch.tanh((2 / np.pi) ** .5 * (x + .044715 * x ** 3)))
-    return tome.mlm.norm.weight * (x - x.mean()) / (x.var(unbiased=False) + tome.mlm.norm.eps) ** .5 + tome.mlm.norm.bias
-
+@torch.no_grad()
 def test_without_memory_switches_the_memory_layers_off(run):
-    """By hand: the blocks' Transformers alone, the mean over mentions, the head. Its labels are taken as correct."""
+    """By hand: the blocks' Transformers alone. The labels that they give are taken as correct."""
     loaded, tome, memory = train.open_run(run, blocks=2)
     memory.values *= 100                                            # so that attention changes the output
-    means, with_memory = [], []
+    alone, with_memory = [], []
     examples = [data.Example(claim, data.find_mentions(claim, data.name_index(NAMES)), 0, [], {}) for claim in CLAIMS]
     for example in examples:
         batch = train.examples_batch(loaded, "claims", [example])
-        with torch.no_grad():
-            H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
-            for block in tome.blocks:
-                H = block.transformer(H, batch.attention_mask)
-            judged = [through_the_mlm_heads_layer(tome, H[0, s]) for s in batch.start.tolist()]
-            means.append(sum(judged, torch.zeros(H.shape[-1])) / max(1, len(judged)))
+        H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
+        for block in tome.blocks:
+            H = block.transformer(H, batch.attention_mask)
+        alone.append((H, batch))
     for seed in range(8):                                           # some of these heads depend on what is retrieved
         torch.manual_seed(seed)
         torch.nn.init.normal_(tome.claim.weight)
-        said = [int((tome.claim.weight @ mean + tome.claim.bias).argmax()) for mean in means]
-        judged = [example._replace(label=label) for example, label in zip(examples, said)]
+        judged = [example._replace(label=int(claim_logits_by_hand(tome, H, batch).argmax()))
+                  for example, (H, batch) in zip(examples, alone)]
         cell = evaluation.figures_of(loaded, tome, memory, "claims", judged)
         assert cell["without_memory"] == 1
         with_memory.append(cell["memory"])
@@ -654,23 +643,17 @@ def test_figures_without_mentions_are_null(run, monkeypatch, capsys):
             assert cell.pop("n") == 0 and len(cell) > 1 and set(cell.values()) == {None}
 
 def program(run, *flags):
-    """The command line of eval.py as a program of its own, with the settings of these tests."""
-    root = Path(evaluation.__file__).parent
-    code = (f"import runpy, sys; sys.path[:0] = [{str(root)!r}, {str(root / 'tests')!r}]; "
-            "import train; from test_eval import TINY; "
-            "train.PRESETS['toy'] = {**TINY, 'n_initial': 2}; "
-            f"sys.argv = ['eval.py', '--blocks', '2', '--out', {str(run)!r}, *{flags}]; "
-            f"runpy.run_path({str(root / 'eval.py')!r}, run_name='__main__')")
-    return [sys.executable, "-c", code]
+    """The command line of eval.py as a program of its own."""
+    return [sys.executable, evaluation.__file__, "--blocks", "2", "--out", str(run), *flags]
 
-def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run):
+def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run, capsys):
     done = subprocess.run(program(run), capture_output=True, text=True,
                           env={"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and not done.stderr, done.stderr
     rows = table(done.stdout)
     assert rows.keys() == {"seen", "unseen"} and {"memory", "emptied", "gain", "visible", "n"} <= rows["seen"].keys()
-    masked = subprocess.run([*program(run, "--json")], capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"})
-    figures = json.loads(masked.stdout)
+    assert evaluate(run, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
     for kind, row in rows.items():
         for key, value in (figures["masked_mention"][kind] | figures["same_entity_mass"][kind]).items():
             if value is not None:
