@@ -65,13 +65,18 @@ def finetune_stage(run, kind, examples, batch=4):
     plan = dataclasses.replace(run.plan(kind), batch=batch, examples=[[str(examples), data.checksum(examples)]])
     return train.FinetuneStage(run, plan)
 
+def weights_by_hand(memory, query, k):
+    """The k best rows of a memory for a query, best first, and the softmax of their scores, in plain numpy."""
+    scores = memory.keys.double().numpy() @ query.detach().double().numpy()
+    rows = np.argsort(-scores)[:k]
+    weights = np.exp(scores[rows] - scores.max())
+    return rows, weights / weights.sum()
+
 def loss_of_equation_10(memory, query, answer, k):
-    """[loss] over the k memories that a query finds, in plain numpy; [] if none belongs to the answer."""
-    scores = memory.keys.numpy().astype(np.float64) @ query.detach().numpy()
-    best = np.argsort(-scores)[:k]
-    scores = np.exp(scores[best] - scores.max())
-    own = scores[memory.entity.numpy()[best] == answer].sum()
-    return [-math.log(own / scores.sum())] if own > 0 else []
+    """[loss] over the k memories that a query finds; [] if none belongs to the answer."""
+    rows, weights = weights_by_hand(memory, query, k)
+    own = weights[memory.entity.numpy()[rows] == answer].sum()
+    return [-math.log(own)] if own > 0 else []
 
 def queries_of(model):
     """A list to which each call of the model adds the queries of its last memory layer."""
@@ -421,15 +426,14 @@ def test_show_prints_what_each_layer_retrieved(run, capsys):
     names = ("Alma Verran", "Boris Holt")
     assert [head for head, _ in printed] == [(n, i) for i in (1, 2) for n in names]
     shown = dict(printed)
-    index = {name: i for i, name in enumerate(loaded.corpus.entity_names)}
-    batch = data.example_batch([evaluation.example_of(loaded, text)], "claims", loaded.tokenizer, index)
+    batch = train.examples_batch(loaded, "claims", [evaluation.example_of(loaded, text)])
     with torch.no_grad():
         H = tome.initial(tome.embeddings(batch.tokens), batch.attention_mask)
         for layer, block in enumerate(tome.blocks, 1):
             query = block.memory_attention.query(H, batch.row, batch.start, batch.end)
-            for mention, name, scores in zip(encoded, names, query @ memory.keys.T):
-                best, rows = scores.softmax(0).sort(descending=True)
-                top = (best[:3] / best[:tome.config.k].sum()).tolist()
+            for m, (mention, name) in enumerate(zip(encoded, names)):
+                rows, weights = weights_by_hand(memory, query[m], tome.config.k)
+                top = weights[:3].tolist()
                 assert [weight for weight, _ in shown[name, layer]] == pytest.approx(top, abs=0.0051)
                 assert [source.weight for source in mention.layers[layer - 1]] == pytest.approx(top, abs=1e-5)
                 first, source = int(memory.mention[rows[0]]), mention.layers[layer - 1][0]
@@ -448,18 +452,14 @@ def test_ask_prints_the_answer_with_its_probability_by_equation_10_and_its_sourc
         H, _ = tome(batch.tokens, batch.attention_mask, batch, memory)
         last = len(batch.row) - 1
         z = tome.entity_query(H, batch.row, batch.start, batch.end)[last]
-    scores = (memory.keys.double() @ z.double()).numpy()
-    rows = np.argsort(-scores)[:tome.config.k_answer]
-    weights = np.exp(scores[rows] - scores.max())
-    weights /= weights.sum()
-    votes = Counter()
-    for row, weight in zip(rows, weights):
-        votes[loaded.corpus.entity_names[int(memory.entity[row])]] += weight
+    rows, weights = weights_by_hand(memory, z, tome.config.k_answer)
+    names, votes = [loaded.corpus.entity_names[e] for e in memory.entity[rows].tolist()], Counter()
+    for name, weight in zip(names, weights):
+        votes[name] += weight
     name, probability = votes.most_common(1)[0]
     assert answer.text == name and answer.probability == pytest.approx(probability, abs=1e-5)
-    own = [(weight, row) for row, weight in zip(rows, weights)
-           if loaded.corpus.entity_names[int(memory.entity[row])] == name and weight > 1e-30]
-    assert [s.weight for s in answer.sources if s.weight > 1e-30] == pytest.approx([weight for weight, _ in own[:3]], abs=1e-5)
+    own = [weight for other, weight in zip(names, weights) if other == name and weight > 1e-30]
+    assert [s.weight for s in answer.sources if s.weight > 1e-30] == pytest.approx(own[:3], abs=1e-5)
     assert {s.entity for s in answer.sources} == {name}
     assert [m.words for m in answer.mentions] == ["the friend", "Alma Verran", data.MASK]
     assert torch.allclose(answer.mentions[-1].encoding, z)
@@ -476,8 +476,7 @@ def test_a_claim_is_judged_by_the_softmax_of_its_labels(run, capsys):
     batch = train.examples_batch(opened.run, "claims", [example])
     with torch.no_grad():
         H, _ = opened.tome(batch.tokens, batch.attention_mask, batch, opened.memory)
-        logits = evaluation.claim_logits(opened.tome, H, batch)[0].double().numpy()
-    share = np.exp(logits) / np.exp(logits).sum()
+        share = claim_logits_by_hand(opened.tome, H, batch).softmax(0).numpy()
     answer = evaluation.ask(opened, CLAIMS[0])
     assert answer.text == data.CLAIM_LABELS[share.argmax()] and answer.probability == pytest.approx(share.max(), abs=1e-6)
     assert [s.weight for s in answer.sources] == sorted((s.weight for s in answer.sources), reverse=True)
