@@ -93,50 +93,39 @@ def claim_logits_by_hand(tome, H, batch):
         judged.append(mlm.norm.weight * (x - x.mean()) / (x.var(unbiased=False) + mlm.norm.eps) ** .5 + mlm.norm.bias)
     return tome.claim.weight @ (sum(judged) / max(1, len(judged) - 1)) + tome.claim.bias
 
+@pytest.mark.parametrize("kind", ["claims", "qa"])
 @torch.no_grad()
-def test_a_batch_of_claims_and_clozes_has_the_losses_of_each_alone(run):
-    """The losses of a batch of both, compared with forward passes of each alone and eq. 10 by hand."""
-    (loaded, _, _), n, path = train.open_run(run, blocks=2), len(CLAIMS), run.parent / "claims.jsonl"
-    stage = finetune_stage(loaded, "claims", path, n)
+def test_a_batch_of_claims_and_clozes_or_of_questions_has_the_losses_of_each_alone(run, kind):
+    """The losses of a batch, compared with forward passes of each row alone and eq. 10 by hand."""
+    (loaded, _, _), n, path = train.open_run(run, blocks=2), len(CLAIMS), run.parent / f"{kind}.jsonl"
+    stage = finetune_stage(loaded, kind, path, n)
     model, batch = stage.model.eval(), stage.next_batch(0)
-    losses = {name: float(loss) for name, (_, loss) in stage.losses(batch, 0).items()}
-    assert losses.keys() == {"claims", "answer", "linking"} and batch.row[batch.answer > 0].tolist() == list(range(n, 2 * n))
+    losses = stage.losses(batch, 0)
     true = [train.examples_batch(loaded, "claims", [example]).tokens[0].tolist()
-            for example in train.task_examples(loaded, "claims", path) if data.CLAIM_LABELS[example.label] == "SUPPORTS"]
-    asked = queries_of(model)
-    training, by_hand = train.open_memories(loaded, model, 0)[1], {"claims": [], "answer": [], "linking": []}
-    for r in range(2 * n):
-        one = batch.part(r, 2 * n)
+            for example in train.task_examples(loaded, kind, path) if example.label == data.CLAIM_LABELS.index("SUPPORTS")]
+    asked, training = queries_of(model), train.open_memories(loaded, model, 0)[1]
+    assert len(batch.tokens) == (2 * n if kind == "claims" else n)
+    by_hand = {"claims": [], "answer": [], "linking": []} if kind == "claims" else {"answer": [], "linking": []}
+    for r in range(len(batch.tokens)):
+        one = batch.part(r, len(batch.tokens))
         H, _ = model(one.tokens, one.attention_mask, one, training)
-        if r < n:
+        if kind == "claims" and r < n:
             by_hand["claims"].append(-float(claim_logits_by_hand(model, H, one).log_softmax(0)[one.label[0]]))
             continue
-        assert one.unmasked[one.attention_mask].tolist() in true        # a true claim in which one mention is masked
         mention = int((one.answer >= 0).nonzero())
-        name = slice(int(one.start[mention]) + 1, int(one.end[mention]))
-        assert (one.tokens[0, name] == loaded.corpus.special[data.MASK]).all() and one.answer[mention] == one.entity[mention]
-        assert torch.equal(one.tokens[0, name.stop:], one.unmasked[0, name.stop:]) and one.label[0] == -1
+        if kind == "claims":                                            # a true claim in which one mention is masked
+            assert one.unmasked[one.attention_mask].tolist() in true and one.answer[mention] == one.entity[mention]
+            is_name = torch.arange(one.tokens.shape[1]) > one.start[mention]
+            is_name &= torch.arange(one.tokens.shape[1]) < one.end[mention]
+            masked = torch.where(is_name, loaded.corpus.special[data.MASK], one.unmasked)
+            assert torch.equal(one.tokens, masked) and one.label[0] == -1
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.entity_query.linear.weight @ ends + model.entity_query.linear.bias
-        for key, query, k in (("answer", z, loaded.config.k_answer), ("linking", asked[-1][mention], loaded.config.k)):
+        for key, query, k in (("answer", z, model.config.k_answer), ("linking", asked[-1][mention], model.config.k)):
             by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
+    assert losses.keys() == by_hand.keys() and losses["linking"][0] == (loaded.settings.cloze_weight if kind == "claims" else 1)
     for name, each in by_hand.items():
-        assert 0 < len(each) <= n and losses[name] == pytest.approx(np.mean(each), abs=1e-4), name
-
-def test_questions_also_train_the_last_memory_layer_on_what_it_retrieved(run):
-    loaded, _, _ = train.open_run(run, blocks=2)
-    stage = finetune_stage(loaded, "qa", run.parent / "qa.jsonl")
-    model, batch = stage.model.eval(), stage.next_batch(0)
-    memory = train.open_memories(loaded, model, 0)[1]
-    asked = queries_of(model)
-    with torch.no_grad():
-        losses = stage.losses(batch, 0)
-    by_hand = []
-    for m in (batch.answer > 0).nonzero()[:, 0].tolist():
-        by_hand += loss_of_equation_10(memory, asked[-1][m], int(batch.answer[m]), loaded.config.k)
-    weight, loss = losses["linking"]
-    assert losses.keys() == {"answer", "linking"} and weight == 1
-    assert by_hand and float(loss) == pytest.approx(np.mean(by_hand), abs=1e-4)
+        assert 0 < len(each) <= n and float(losses[name][1]) == pytest.approx(np.mean(each), abs=1e-4), name
 
 def test_claims_without_clozes_are_trained_on_labels_alone(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
