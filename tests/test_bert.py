@@ -79,8 +79,8 @@ def bert_forward(w, tokens, mask, dims=DIMS):
     word, position, segment = (w[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type"))
     states = [norm(word[tokens] + position[:tokens.shape[1]] + segment[0], "embeddings")]
     for i in range(dims["num_hidden_layers"]):
-        layer, p = torch.nn.TransformerEncoderLayer(d, n_heads, n_inner, 0, gelu, 1e-12, batch_first=True), f"encoder.layer.{i}."
-        state = {}
+        layer = torch.nn.TransformerEncoderLayer(d, n_heads, n_inner, 0, gelu, 1e-12, batch_first=True)
+        state, p = {}, f"encoder.layer.{i}."
         for end in ("weight", "bias"):
             state |= {f"{name}.{end}": w[f"{p}{theirs}.{end}"] for name, theirs in published.items()}
             parts = [w[f"{p}attention.self.{part}.{end}"] for part in ("query", "key", "value")]
@@ -430,10 +430,12 @@ DAMAGES = {
                       "size mismatch for tome.initial.layers.0.down.bias"),
     "another hidden size": (having("embeddings.position_embeddings.weight", torch.ones(9, 5)),
                             "size mismatch for tome.embeddings.position.weight"),
-    "a missing layer": (rename(lambda name: name.replace("layer.1.", "layer.3.")), "it has no 'blocks.0.transformer.layers.0"),
+    "a missing layer": (rename(lambda name: name.replace("layer.1.", "layer.3.")),
+                        "it has no 'blocks.0.transformer.layers.0"),
     "a missing tensor": (lacking("encoder.layer.1.output.dense.bias"),
                          "it has no 'blocks.0.transformer.layers.0.down.bias'"),
-    "no keys of attention": (lacking("layer.0.attention.self.key.bias"), "it has no 'initial.layers.0.attention.key.bias'"),
+    "no keys of attention": (lacking("layer.0.attention.self.key.bias"),
+                             "it has no 'initial.layers.0.attention.key.bias'"),
     "no word embeddings": (lacking("word_embeddings"), "it has no 'embeddings.word.weight'"),
     "half an MLM head": (lacking("cls.predictions.bias"), "it has no 'mlm.bias'"),
     "whole numbers": (having("encoder.layer.1.output.dense.weight", torch.ones(12, 20).char()),

@@ -39,12 +39,12 @@ QUESTIONS = [(f"Who taught {a}?", b) for a, b in zip(NAMES, NAMES[1:])] + [("Wha
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """A TOME-2 over 36 passages, trained and fine-tuned for a few steps: a complete run that has learned nothing."""
-    folder = tmp_path_factory.mktemp("eval")
-    lines = []
+    folder, lines = tmp_path_factory.mktemp("eval"), []
     for a, b, c in zip(NAMES, NAMES[1:] + NAMES, NAMES[2:] + NAMES):
-        for text in (f"{a} was taught by {b}.", f"Here {a} met {c} again.", f"{b} taught {a} and {c} tóo.", f"{a} likes <b>tea</b>."):
-            lines.append({"title": a, "text": text, "mentions": [m._asdict() for m in data.find_mentions(text, data.name_index(NAMES))],
-                          "split": "held_out" if "tóo" in text else "train"})
+        for split, text in (("train", f"{a} was taught by {b}."), ("train", f"Here {a} met {c} again."),
+                            ("held_out", f"{b} taught {a} and {c} tóo."), ("train", f"{a} likes <b>tea</b>.")):
+            mentions = [m._asdict() for m in data.find_mentions(text, data.name_index(NAMES))]
+            lines.append({"title": a, "text": text, "mentions": mentions, "split": split})
     claims = [{"text": c, "label": data.CLAIM_LABELS[i % 3]} for i, c in enumerate(CLAIMS)]
     questions = [{"question": q, "answers": [a]} for q, a in QUESTIONS]
     with pytest.MonkeyPatch.context() as patch:
@@ -52,7 +52,8 @@ def out(tmp_path_factory):
         for flags in (["tome", "--corpus", write(folder / "corpus.jsonl", lines)],
                       ["finetune", "--task", "claims", "--examples", write(folder / "claims.jsonl", claims)],
                       ["finetune", "--task", "qa", "--examples", write(folder / "qa.jsonl", questions)]):
-            assert train.main(["--quiet", "--out", str(folder / "run"), "--blocks", "2", "--stage", *map(str, flags)]) == 0
+            command = ["--quiet", "--out", folder / "run", "--blocks", 2, "--stage", *flags]
+            assert train.main([*map(str, command)]) == 0
         yield folder / "run"
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def queries_of(model):
     return asked
 
 def claim_logits_by_hand(tome, H, batch):
-    """Logits (3,) of a batch of one claim: GELU by its tanh formula and LayerNorm at each mention, their mean, the head."""
+    """Logits (3,) of a batch of one claim: GELU (its tanh formula) and LayerNorm at each mention, their mean, the head."""
     judged, mlm = [torch.zeros(H.shape[-1])], tome.mlm
     for start in batch.start.tolist():
         x = mlm.dense.weight @ H[0, start] + mlm.dense.bias
@@ -97,15 +98,18 @@ def claim_logits_by_hand(tome, H, batch):
 @torch.no_grad()
 def test_a_batch_of_claims_and_clozes_or_of_questions_has_the_losses_of_each_alone(run, kind):
     """The losses of a batch, compared with forward passes of each row alone and eq. 10 by hand."""
-    (loaded, _, _), n, path = train.open_run(run, blocks=2), len(CLAIMS), run.parent / f"{kind}.jsonl"
+    loaded, _, _ = train.open_run(run, blocks=2)
+    n, path, supports = len(CLAIMS), run.parent / f"{kind}.jsonl", data.CLAIM_LABELS.index("SUPPORTS")
     stage = finetune_stage(loaded, kind, path, n)
     model, batch = stage.model.eval(), stage.next_batch(0)
     losses = stage.losses(batch, 0)
     true = [train.examples_batch(loaded, "claims", [example]).tokens[0].tolist()
-            for example in train.task_examples(loaded, kind, path) if example.label == data.CLAIM_LABELS.index("SUPPORTS")]
+            for example in train.task_examples(loaded, kind, path) if example.label == supports]
     asked, training = queries_of(model), train.open_memories(loaded, model, 0)[1]
-    assert len(batch.tokens) == (2 * n if kind == "claims" else n)
-    by_hand = {"claims": [], "answer": [], "linking": []} if kind == "claims" else {"answer": [], "linking": []}
+    by_hand = {"answer": [], "linking": []}
+    if kind == "claims":
+        by_hand["claims"] = []
+    assert losses.keys() == by_hand.keys() and len(batch.tokens) == (2 * n if kind == "claims" else n)
     for r in range(len(batch.tokens)):
         one = batch.part(r, len(batch.tokens))
         H, _ = model(one.tokens, one.attention_mask, one, training)
@@ -115,15 +119,15 @@ def test_a_batch_of_claims_and_clozes_or_of_questions_has_the_losses_of_each_alo
         mention = int((one.answer >= 0).nonzero())
         if kind == "claims":                                            # a true claim in which one mention is masked
             assert one.unmasked[one.attention_mask].tolist() in true and one.answer[mention] == one.entity[mention]
-            is_name = torch.arange(one.tokens.shape[1]) > one.start[mention]
-            is_name &= torch.arange(one.tokens.shape[1]) < one.end[mention]
+            place = torch.arange(one.tokens.shape[1])
+            is_name = (one.start[mention] < place) & (place < one.end[mention])
             masked = torch.where(is_name, loaded.corpus.special[data.MASK], one.unmasked)
             assert torch.equal(one.tokens, masked) and one.label[0] == -1
         ends = torch.cat([H[0, one.start[mention]], H[0, one.end[mention]]])
         z = model.entity_query.linear.weight @ ends + model.entity_query.linear.bias
         for key, query, k in (("answer", z, model.config.k_answer), ("linking", asked[-1][mention], model.config.k)):
             by_hand[key] += loss_of_equation_10(training, query, int(one.answer[mention]), k)
-    assert losses.keys() == by_hand.keys() and losses["linking"][0] == (loaded.settings.cloze_weight if kind == "claims" else 1)
+    assert losses["linking"][0] == (loaded.settings.cloze_weight if kind == "claims" else 1)
     for name, each in by_hand.items():
         assert 0 < len(each) <= n and float(losses[name][1]) == pytest.approx(np.mean(each), abs=1e-4), name
 
@@ -168,7 +172,8 @@ def test_published_tasks_are_measured(run, tmp_path, capsys, name):
         controls |= {"recall@20", "bm25_recall@20", "answer_is_entity"}
         assert cell["answer_is_entity"] == (len(QUESTIONS) - 1) / len(QUESTIONS) and cell["emptied"] == 0
         assert cell["bm25_recall@20"] <= cell["answer_is_entity"]   # an answer that is no entity counts as missed
-    assert cell.keys() == controls | {"n", "interval"} and cell["interval"] == dict.fromkeys(controls), "too few for an interval"
+    assert cell.keys() == controls | {"n", "interval"}
+    assert cell["interval"] == dict.fromkeys(controls), "too few for an interval"
     assert cell["n"] == len(PUBLISHED[name]) and all(0 <= cell[control] <= 1 for control in controls)
     assert evaluate(run, "--task", task, "--examples", path) == 0
     names = {evaluation.TITLES.get(control, control): control for control in controls}
@@ -505,8 +510,8 @@ def test_a_closed_pipe_ends_the_program_without_a_message(run):
         assert not done.stderr.read() and done.wait() == 141
 
 def test_articles_are_hidden_only_if_every_example_names_one(run, tmp_path):
-    path = write(tmp_path / "claims.jsonl", [{"text": f"{NAMES[i]} met {NAMES[i + 1]}.", "label": "SUPPORTS", "subject": subject}
-                                             for i, subject in enumerate((NAMES[0], ["a", "list"], "nobody"))])
+    path = write(tmp_path / "claims.jsonl", [{"text": f"{NAMES[0]} met {NAMES[1]}.", "label": "SUPPORTS", "subject": subject}
+                                             for subject in (NAMES[0], ["a", "list"], "nobody")])
     loaded = train.open_run(run, "claims", blocks=2)
     examples = train.task_examples(loaded[0], "claims", path)
     assert "fact_removed" in evaluation.figures_of(*loaded, "claims", examples[:1])
@@ -517,10 +522,12 @@ def test_articles_are_hidden_only_if_every_example_names_one(run, tmp_path):
         assert not {"fact_removed", "bridge_removed"} & evaluation.figures_of(*loaded, "claims", [example]).keys()
 
 @pytest.mark.parametrize("text, plain, words", (
-        ("Alma Verran's [teacher] met Boris Holt.", "Alma Verran's teacher met Boris Holt.", ["Alma Verran", "teacher", "Boris Holt"]),
+        ("Alma Verran's [teacher] met Boris Holt.", "Alma Verran's teacher met Boris Holt.",
+         ["Alma Verran", "teacher", "Boris Holt"]),
         ("A [teacher] has a teacher, Alma [Verran].", "A teacher has a teacher, Alma Verran.", ["teacher", "Verran"]),
         ("Who taught the [old friend]?", "Who taught the old friend?", ["old friend"]),               # no name at all
-        ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt ", ["friend of Alma Verran", "Boris Holt"])))
+        ("[friend of Alma Verran] [Boris Holt] []", "friend of Alma Verran Boris Holt ",
+         ["friend of Alma Verran", "Boris Holt"])))
 def test_words_in_brackets_are_a_mention(run, text, plain, words):
     opened = evaluation.open_run(run, blocks=2)
     example = evaluation.example_of(opened.run, text)
@@ -582,7 +589,8 @@ def test_the_advice_for_a_missing_run_is_a_command_that_works(run, tmp_path, cap
         said = capsys.readouterr().err
         assert "train.py" not in said and "give the folder of a run" in said
 
-@pytest.mark.parametrize("flags", [(), ("--show", "Alma Verran met $x^$ [him]."), ("--show", "3"), ("--ask", "Who taught Alma Verran?")])
+@pytest.mark.parametrize("flags", [(), ("--show", "Alma Verran met $x^$ [him]."), ("--show", "3"),
+                                   ("--ask", "Who taught Alma Verran?")])
 def test_pictures_are_drawn(run, tmp_path, capsys, flags):
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"
@@ -597,7 +605,8 @@ def test_the_curves_show_the_log_and_the_accuracy_with_parts_of_the_memory(run, 
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     log = [record for record in log if "seen" in record]
     lines = {line.get_label(): line for line in left.lines}
-    ends = np.cumsum([0] + [max(r["step"] for r in log if r["stage"] == stage) for stage in ("batch-tome", log[-1]["stage"])])
+    stages = ("batch-tome", log[-1]["stage"])
+    ends = np.cumsum([0] + [max(r["step"] for r in log if r["stage"] == stage) for stage in stages])
     assert lines["attention, seen"].get_ydata().tolist() == [record["seen"]["attention"] for record in log]
     assert lines["tokens, unseen"].get_ydata().tolist() == [record["unseen"]["tokens"] for record in log]
     assert lines["tokens, seen"].get_xdata()[-1] == ends[-1] and lines["stage tome begins"].get_xdata()[0] == ends[1]
@@ -618,9 +627,9 @@ def test_plot_without_matplotlib_or_with_an_unknown_suffix_gives_one_sentence(ru
     assert not list(tmp_path.iterdir())
 
 def test_no_function_of_eval_is_longer_than_a_screen():
-    tree = ast.parse(Path(evaluation.__file__).read_text("utf-8"))
-    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert max(lengths.values()) <= 40, lengths
+    for node in ast.walk(ast.parse(Path(evaluation.__file__).read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 40, node.name
 
 def test_figures_without_mentions_are_null(run, monkeypatch, capsys):
     monkeypatch.setattr(train, "sample_eval_mentions", lambda run, n: np.zeros(0, int))
@@ -646,7 +655,8 @@ def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run, capsys):
         for key, value in (figures["masked_mention"][kind] | figures["same_entity_mass"][kind]).items():
             if value is not None:
                 value = value[0] if key == "gain" else value
-                assert row[evaluation.TITLES.get(key, key)] == (f"{value:.3f}" if isinstance(value, float) else str(value))
+                shown = f"{value:.3f}" if isinstance(value, float) else str(value)
+                assert row[evaluation.TITLES.get(key, key)] == shown
 
 def test_recall_considers_the_best_20_even_if_the_memory_returns_them_unsorted(run):
     """The first 20 of the 50 entities are not the best ones."""

@@ -385,7 +385,8 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
 
     total.backward()
     ours = gradients(tome)
-    G, g = tome.entity_query.linear.weight.grad, tome.entity_query.linear.bias.grad     # of the folded layer: by the chain rule
+    folded = tome.entity_query.linear                   # of it by the chain rule
+    G, g = folded.weight.grad, folded.bias.grad
     ours |= {"query.weight": G @ first[".weight"].T + torch.outer(g, first[".bias"]), "query.bias": g,
              "projector.weight": projector.linear.weight.grad + second[".weight"].T @ G,
              "projector.bias": projector.linear.bias.grad + second[".weight"].T @ g}
@@ -478,8 +479,8 @@ def test_entity_markers_are_where_the_public_code_puts_them(example):
         ids = ids[mask > 0]
         here = np.flatnonzero((z["in_mention_mask"] > 0) & (z["in_mention_batch_positions"] == row))
         # token i is character i; the text is short enough for one passage; [CLS] and [SEP] are ours
-        mentions = [data.Mention(int(z["in_mention_start_positions"][m]), int(z["in_mention_end_positions"][m]) + 1, "linked")
-                    for m in here]
+        first, last = (z[f"in_mention_{name}_positions"][here].tolist() for name in ("start", "end"))
+        mentions = [data.Mention(a, b + 1, "linked") for a, b in zip(first, last)]
         encoding = SimpleNamespace(ids=ids.tolist(), offsets=[(i, i + 1) for i in range(len(ids))])
         piece, = data.encode_text(encoding, mentions, 100, 100, special, Counter())
         kept = z["out_mention_mask"][here] > 0          # theirs drops what does not fit new_length, ours cuts the text

@@ -9,8 +9,8 @@ import torch
 
 from encoder import Config, Packing, TransformerBlock
 from memory import BatchMemory, EntityTable, GivenMemory, MemoryAttention, MentionMemory
-from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss, sinusoidal_positions,
-                  split_into_blocks)
+from tome import (TOME, BatchTOME, coreference_loss, entity_prediction_loss, fit_retrieval, mlm_loss,
+                  sinusoidal_positions, split_into_blocks)
 
 TINY = Config(vocab_size=40, hidden=16, n_heads=2, intermediate=24, n_initial=1, n_upper=2, n_blocks=2, max_positions=12,
               dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=5, k_answer=5, init_std=0.3)
@@ -47,6 +47,9 @@ def attention_by_hand(H, layer, memory, k):
         M[row, s] += layer.up.weight @ value + layer.up.bias
     return torch.stack([torch.stack([layer_norm(x, layer.norm) for x in row]) for row in M])
 
+def same_weights(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
 @pytest.mark.parametrize("n_upper, sources", [(1, [[0], [0]]), (2, [[0], [1]]), (4, [[0, 1], [2, 3]])])
 def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_memory_layer(n_upper, sources):
     one = TOME(replace(TINY, n_upper=n_upper, n_blocks=1))
@@ -59,8 +62,8 @@ def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_me
             torch.testing.assert_close(added(x, Packing(torch.ones(1, 6, dtype=torch.bool))), x)
         assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
         for mine, number in zip(block.transformer.layers, numbers):
-            assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), layers[number].parameters(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(block.memory_attention.parameters(), memory.parameters(), strict=True))
+            assert same_weights(mine, layers[number])
+        assert same_weights(block.memory_attention, memory)
     for name, tensor in one.state_dict().items():
         assert name.startswith("blocks.") or torch.equal(tensor, two.state_dict()[name])
     same = split_into_blocks(one.state_dict(), one.config)
@@ -132,7 +135,8 @@ def read_batch(seed, n_mentions=6):
     return SimpleNamespace(tokens=masked, unmasked=tokens, attention_mask=torch.ones(3, 12, dtype=bool), row=row,
                            passage=row, start=start, end=start + 2, entity=entity)
 
-MEMORIES = {"whole corpus": memory_of(), "all buckets": memory_of().changed(n_search=99), "batch": batch_memory(memory_of()),
+MEMORIES = {"whole corpus": memory_of(), "all buckets": memory_of().changed(n_search=99),
+            "batch": batch_memory(memory_of()),
             "only the passage of mentions 0, 1, 2": memory_of(4).changed(passage=torch.full((4,), 7)),
             "emptied": memory_of().sample(0), "emptied buckets": memory_of().changed(n_search=2).sample(0)}
 
@@ -246,7 +250,8 @@ def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_
     for gradient, p in zip(gradients, block.parameters()):
         torch.testing.assert_close(gradient, p.grad, atol=1e-3, rtol=1e-3)
 
-@pytest.mark.parametrize("entity", [[1, 1, 2, 2, 1, 3, 0, 0, 4, 2, 1, 4], [9] + 11 * [7]], ids=["", "some without a negative"])
+@pytest.mark.parametrize("entity", [[1, 1, 2, 2, 1, 3, 0, 0, 4, 2, 1, 4], [9] + 11 * [7]],
+                         ids=["", "some without a negative"])
 def test_coreference_loss_is_the_mean_cross_entropy_over_positives_app_a2(entity):
     """For a mention with a positive but no negative it is 0, and the mention counts."""
     torch.manual_seed(0)
