@@ -61,11 +61,6 @@ def run(out, monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)                 # not installed, unless a test says so
     return out
 
-def finetune_stage(run, kind, examples, batch=4):
-    """The stage as train.py would begin it on this file of examples."""
-    plan = dataclasses.replace(run.plan(kind), batch=batch, examples=[[str(examples), data.checksum(examples)]])
-    return train.FinetuneStage(run, plan)
-
 def weights_by_hand(memory, query, k):
     """The k best rows of a memory for a query, best first, and the softmax of their scores, in plain numpy."""
     scores = memory.keys.double().numpy() @ query.detach().double().numpy()
@@ -78,12 +73,6 @@ def loss_of_equation_10(memory, query, answer, k):
     rows, weights = weights_by_hand(memory, query, k)
     own = weights[memory.entity.numpy()[rows] == answer].sum()
     return [-math.log(own)] if own > 0 else []
-
-def queries_of(model):
-    """A list to which each call of the model adds the queries of its last memory layer."""
-    asked, layer = [], model.blocks[-1].memory_attention.query
-    layer.register_forward_hook(lambda module, inputs, query: asked.append(query.detach()))
-    return asked
 
 def claim_logits_by_hand(tome, H, batch):
     """Logits (3,) of a batch of one claim: GELU (its tanh formula) and LayerNorm at each mention, their mean, the head."""
@@ -100,12 +89,14 @@ def test_a_batch_of_claims_and_clozes_or_of_questions_has_the_losses_of_each_alo
     """The losses of a batch, compared with forward passes of each row alone and eq. 10 by hand."""
     loaded, _, _ = train.open_run(run, blocks=2)
     n, path, supports = len(CLAIMS), run.parent / f"{kind}.jsonl", data.CLAIM_LABELS.index("SUPPORTS")
-    stage = finetune_stage(loaded, kind, path, n)
+    plan = dataclasses.replace(loaded.plan(kind), batch=n, examples=[[str(path), data.checksum(path)]])
+    stage = train.FinetuneStage(loaded, plan)
     model, batch = stage.model.eval(), stage.next_batch(0)
     losses = stage.losses(batch, 0)
     true = [train.examples_batch(loaded, "claims", [example]).tokens[0].tolist()
             for example in train.task_examples(loaded, kind, path) if example.label == supports]
-    asked, training = queries_of(model), train.open_memories(loaded, model, 0)[1]
+    asked, training = [], train.open_memories(loaded, model, 0)[1]
+    model.blocks[-1].memory_attention.query.register_forward_hook(lambda layer, inputs, query: asked.append(query))
     by_hand = {"answer": [], "linking": []}
     if kind == "claims":
         by_hand["claims"] = []
