@@ -37,32 +37,21 @@ DIMS = {"vocab_size": len(VOCAB), "hidden_size": 12, "num_hidden_layers": 3, "nu
 def random_bert(dims=DIMS, mlm=True, seed=0):
     """Tensors under their published names, without prefix. Their numbers also exist in half precision."""
     g, d, f, v = torch.Generator().manual_seed(seed), dims["hidden_size"], dims["intermediate_size"], dims["vocab_size"]
-    w = {}
-
-    def linear(name, n_out, n_in):
-        w[name + ".weight"] = torch.randn(n_out, n_in, generator=g) / n_in ** 0.5
-        w[name + ".bias"] = torch.randn(n_out, generator=g) * 0.1
-
-    def norm(name):
-        w[name + ".LayerNorm.weight"] = 1 + 0.1 * torch.randn(d, generator=g)
-        w[name + ".LayerNorm.bias"] = 0.1 * torch.randn(d, generator=g)
-
-    for name, n in (("word", v), ("position", dims["max_position_embeddings"]), ("token_type", 2)):
-        w[f"embeddings.{name}_embeddings.weight"] = torch.randn(n, d, generator=g)
-    norm("embeddings")
+    shapes = {"embeddings.LayerNorm": (d,), "pooler.dense": (d, d)}         # the pooler is published, but not used
     for i in range(dims["num_hidden_layers"]):
         p = f"encoder.layer.{i}."
-        for name in ("query", "key", "value"):
-            linear(p + "attention.self." + name, d, d)
-        linear(p + "attention.output.dense", d, d)
-        norm(p + "attention.output")
-        linear(p + "intermediate.dense", f, d)
-        linear(p + "output.dense", d, f)
-        norm(p + "output")
-    linear("pooler.dense", d, d)                                # published, but not used
+        shapes |= {f"{p}attention.self.{name}": (d, d) for name in ("query", "key", "value")}
+        shapes |= {p + "attention.output.dense": (d, d), p + "attention.output.LayerNorm": (d,),
+                   p + "intermediate.dense": (f, d), p + "output.dense": (d, f), p + "output.LayerNorm": (d,)}
     if mlm:
-        linear("cls.predictions.transform.dense", d, d)
-        norm("cls.predictions.transform")
+        shapes |= {"cls.predictions.transform.dense": (d, d), "cls.predictions.transform.LayerNorm": (d,)}
+    w = {f"embeddings.{name}_embeddings.weight": torch.randn(n, d, generator=g)
+         for name, n in (("word", v), ("position", dims["max_position_embeddings"]), ("token_type", 2))}
+    for name, shape in shapes.items():
+        mean = 1 if "LayerNorm" in name else 0
+        w[name + ".weight"] = mean + torch.randn(shape, generator=g) / shape[-1] ** 0.5
+        w[name + ".bias"] = torch.randn(shape[0], generator=g) * 0.1
+    if mlm:
         w["cls.predictions.bias"] = torch.randn(v, generator=g)
     return {name: tensor.half().float() for name, tensor in w.items()}
 
