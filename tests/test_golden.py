@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import ann
 import data
-from encoder import Config, MLMHead, SpanEncodingLayer, TransformerBlock
+from encoder import Config, MLMHead, TransformerBlock
 from memory import MemoryAttention, MentionMemory
 from tome import (TOME, BatchTOME, attention_weights, coreference_loss, entity_prediction_loss, mlm_loss,
                   predict_entity)
@@ -328,10 +328,9 @@ def test_entity_prediction_matches_theirs_except_for_the_loss_of_mentions_that_r
 
 # ---- The whole of TOME
 
-def fold(first, second):
-    """Their final query is second(first(.)); one SpanEncodingLayer does the same: its state."""
-    return {"linear.weight": second[".weight"] @ first[".weight"],
-            "linear.bias": second[".weight"] @ first[".bias"] + second[".bias"]}
+def heads_state(z, path):
+    return {**linear(z, path + "encoder/mention_projector", "projector"),
+            **linear(z, path + "encoder/final_query_projector", "query")}
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_gradient(blocks):
@@ -340,13 +339,10 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     real, targets = z["in/mention_mask"] > 0, z["in/mention_target_weights"] > 0
     linked = batch.entity > 0
     tome = load(new_tome(blocks), tome_state(z, blocks))
-    first = linear(z, "param/encoder/mention_projector", "")
-    second = linear(z, "param/encoder/final_query_projector", "")
-    projector = SpanEncodingLayer(32, 16)               # theirs also makes coreference's z_m
-    projector.load_state_dict({f"linear{key}": value for key, value in first.items()})
-    tome.entity_query.load_state_dict(fold(first, second))
+    # Their query of eq. 10 is query(projector(.)), where our entity_query is one map; the projector also makes z_m.
+    heads = load(torch.nn.ModuleDict({"projector": torch.nn.Linear(64, 16), "query": torch.nn.Linear(16, 8)}),
+                 heads_state(z, "param/"))
 
-    spans = batch.row, batch.start, batch.end
     H, found = tome(batch.tokens, batch.attention_mask, batch, memory)
     same_forward(name, H[batch.attention_mask], z["out/encoding"][batch.attention_mask])
     for prefix, layer in zip(("", "second_"), found):
@@ -357,13 +353,13 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
         scores = z[f"out/{prefix}memory_attention_scores_with_disallowed"][real]
         same_forward(name, layer.scores[allowed], scores[allowed])
         same_forward(name, layer.weights, z[f"out/{prefix}memory_attention_weights"][real])
-    encodings = projector(H, *spans)
+    encodings = heads.projector(torch.cat([H[batch.row, batch.start], H[batch.row, batch.end]], 1))
     same_forward(name, encodings[linked], z["out/target_mention_encodings"][targets])
     logits = tome.mlm_logits(H, targets_of(z)[0])
     same_forward(name, logits, z["out/mlm_logits"][z["in/mlm_target_weights"] > 0])
 
     # Their final retrieval removes nothing, so ours gets a passage that no row has.
-    answer = memory.retrieve(tome.entity_query(H, *spans), torch.full_like(batch.passage, -1), 16, 16)
+    answer = memory.retrieve(heads.query(encodings), torch.full_like(batch.passage, -1), 16, 16)
     assert torch.equal(answer.ids[linked], z["out/final_top_memory_ids"][targets].long())
     assert torch.equal(answer.entity[linked], z["out/final_top_entity_ids"][targets].long())
     same_forward(name, answer.scores[linked], z["out/final_memory_attention_scores_with_disallowed"][targets])
@@ -384,16 +380,8 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     same_forward(f"{name} losses", total, z["loss/total"])
 
     total.backward()
-    ours = gradients(tome)
-    folded = tome.entity_query.linear                   # of it by the chain rule
-    G, g = folded.weight.grad, folded.bias.grad
-    ours |= {"query.weight": G @ first[".weight"].T + torch.outer(g, first[".bias"]), "query.bias": g,
-             "projector.weight": projector.linear.weight.grad + second[".weight"].T @ G,
-             "projector.bias": projector.linear.bias.grad + second[".weight"].T @ g}
-    theirs = tome_state(z, blocks, "grad_param/")
-    theirs |= linear(z, "grad_param/encoder/final_query_projector", "query")
-    theirs |= linear(z, "grad_param/encoder/mention_projector", "projector")
-    same_gradients(name, ours, theirs)
+    same_gradients(name, gradients(tome) | gradients(heads),
+                   tome_state(z, blocks, "grad_param/") | heads_state(z, "grad_param/"))
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @torch.no_grad()
