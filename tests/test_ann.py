@@ -220,11 +220,6 @@ def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     found = index.search(queries, 20, 8)[1]
     assert np.mean([np.isin(a, b).mean() for a, b in zip(exact, found)]) > 0.9
 
-def test_an_empty_memory_finds_nothing():
-    index = ann.BucketedIndex(torch.zeros(0, 8), 4, torch.zeros(0, dtype=torch.int64))
-    scores, ids = index.search(torch.ones(3, 8), 5, 2, torch.zeros(3, dtype=torch.int64))
-    assert ids.tolist() == [[-1] * 5] * 3 and (scores == -np.inf).all()
-
 # ---- several processes
 
 SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}      # uneven, one empty, one smaller than k
