@@ -184,26 +184,22 @@ def test_given_memories_have_the_wanted_entity_and_another_passage_and_other_men
             found.value[(given.wanted == 0) == is_searched].sum().backward(retain_graph=True)
             assert layer.query.linear.weight.grad.any() == is_searched
 
-@pytest.mark.parametrize("n_search", [0, 40])           # of 89 buckets
+@pytest.mark.parametrize("n_search", [0, 99])           # 99: all buckets
 def test_scores_are_float32_under_bfloat16_autocast(n_search):
     """bfloat16 would drop digits that matter in the exponentials of eq. 7."""
     torch.manual_seed(0)
-    keys, query, ids = 1 + torch.randn(500, 16), 1 + torch.randn(20, 16), torch.arange(500)
+    keys, query, ids = 1 + torch.randn(500, 16), 1 + torch.randn(40, 16), torch.arange(500)
     table = MentionMemory(keys, keys, ids % 7, ids // 5, ids).changed(n_search=n_search)
     with torch.autocast("cpu", torch.bfloat16):
         assert (query @ keys.T).dtype == torch.bfloat16         # what it would be without ann.dot
-        found = table.retrieve(query, ids[:20], 7, 7)
-        scored = batch_memory(table).attend(query, ids[:20]).scores
+        found = table.retrieve(query, ids[:40], 7, 7)
+        scored = batch_memory(table).attend(query, ids[:40]).scores
         loss = coreference_loss(keys, table.entity, table.passage)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, coreference_loss(keys, table.entity, table.passage))
-    scores = (query.double() @ keys.double().T).masked_fill(ids[:20, None] == table.passage, -torch.inf)
+    scores = (query.double() @ keys.double().T).masked_fill(ids[:40, None] == table.passage, -torch.inf)
     torch.testing.assert_close(scored.double(), scores, atol=1e-5, rtol=1e-6)
-    best = scores.argsort(1, descending=True)[:, :7]
-    for m in range(20):
-        if n_search == 0:
-            assert torch.equal(found.ids[m], best[m])
-        assert torch.isin(found.ids[m], best[m]).any() and (found.ids[m] >= 0).all()
+    assert torch.equal(found.ids, scores.argsort(1, descending=True)[:, :7])
     torch.testing.assert_close(found.scores.double(), scores.gather(1, found.ids), atol=1e-5, rtol=1e-6)
 
 def test_the_entity_table_is_attended_to_as_a_whole_except_row_0():
