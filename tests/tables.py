@@ -352,28 +352,27 @@ def attention_by_name(folder, second, n=1000):
     first name, a mention does not count; nor do those that stand beside both names."""
     run, tome, memory = training.open_run(folder)
     corpus, first = run.corpus, run.corpus.entity_names
-    shown = [corpus.show_mention(m, 0).rpartition("[")[2].partition("]")[0] for m in
-             range(len(corpus.mention_entity))]
-    is_second = np.array([text == second.get(first[e])
-                          for text, e in zip(shown, corpus.mention_entity)])
-    is_first = np.array([text == first[e] for text, e in zip(shown, corpus.mention_entity)])
-    passage = corpus.passage_of(np.arange(len(shown)))
-    both = {(p, e) for p, e, is_it in zip(passage, corpus.mention_entity, is_second) if is_it}
-    both &= {(p, e) for p, e, is_it in zip(passage, corpus.mention_entity, is_first) if is_it}
-    introduces = np.isin(passage, [p for p, _ in both])
+    entity, everything, E = corpus.mention_entity, np.arange(len(corpus.mention_entity)), len(first)
+    passage = corpus.passage_of(everything)
+    pair = passage * E + entity
+    shown = [corpus.show_mention(m, 0).rpartition("[")[2].partition("]")[0] for m in everything]
+    is_first = np.array([text == first[e] for text, e in zip(shown, entity)])
+    is_second = np.array([text == second.get(first[e]) for text, e in zip(shown, entity)])
+    introduces = np.isin(passage, np.intersect1d(pair[is_first], pair[is_second]) // E)
     chosen = memory.select(torch.from_numpy(is_first[memory.mention.numpy()]))
     alone = chosen.select(torch.from_numpy(~introduces[chosen.mention.numpy()]))
-    rng, result, is_elsewhere, E = np.random.default_rng(0), {}, {}, len(first)
-    for label, part in (("", chosen), (" alone", alone)):
+    rng, result, parts = np.random.default_rng(0), {}, {"": chosen, " alone": alone}
+    is_elsewhere = {}
+    for label, part in parts.items():
         pairs = np.unique(part.passage.numpy() * E + part.entity.numpy())
-        n_passages = np.bincount(pairs % E, minlength=E)[corpus.mention_entity]
-        is_elsewhere[label] = n_passages > np.isin(passage * E + corpus.mention_entity, pairs)
-    for kind, is_kind in ((kind, run.entity_group == kind) for kind in ("seen", "unseen")):
+        n_passages = np.bincount(pairs % E, minlength=E)[entity]
+        is_elsewhere[label] = n_passages > np.isin(pair, pairs)
+    for kind in KINDS:
+        is_kind = run.entity_group[entity] == kind
         for name, is_name in (("first", is_first), ("second", is_second)):
-            asked = np.flatnonzero(is_name & is_kind[corpus.mention_entity] & ~introduces
-                                   & corpus.held_out[passage])
+            asked = np.flatnonzero(is_name & is_kind & ~introduces & corpus.held_out[passage])
             asked = rng.permutation(asked)[:n]
-            for label, part in (("", chosen), (" alone", alone)):
+            for label, part in parts.items():
                 counted, masses = asked[is_elsewhere[label][asked]], []
                 for some in np.array_split(counted, max(1, len(counted) // 64)):
                     batch = data.corpus_batch(corpus, passage[some])

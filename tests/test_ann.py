@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import ann
+from memory import MentionMemory
+from traffic import counted
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import ann  # noqa: E402
-from memory import MentionMemory  # noqa: E402
-from traffic import counted  # noqa: E402
 
 def small_integers(Q, N, d=16, n_passages=25, seed=0):
     """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
@@ -22,9 +22,15 @@ def small_integers(Q, N, d=16, n_passages=25, seed=0):
     passages = (rng.integers(-1, n_passages, n) for n in (Q, N))
     return tuple(torch.from_numpy(x) for x in (queries, keys, *passages))
 
+def random_numbers(Q, N, d=8):
+    """Queries and keys whose scores are all different, and passages."""
+    generator = torch.Generator().manual_seed(0)
+    return *(torch.randn(n, d, generator=generator) for n in (Q, N)), *small_integers(Q, N)[2:]
+
 def brute_force(queries, keys, k, query_passage=None, key_passage=None):
-    """Full sort of every score in float64; equal scores by rising id."""
+    """Full sort of every score that is finite in float32, computed in float64; equal scores by rising id."""
     scores = queries.double().numpy() @ keys.double().numpy().T
+    scores[~(np.abs(scores) < 3.4e38)] = -np.inf
     if query_passage is not None:
         own = query_passage.numpy()[:, None] == key_passage.numpy()[None]
         scores[own & (query_passage.numpy()[:, None] >= 0)] = -np.inf
@@ -39,43 +45,16 @@ def check(found, expected):
     assert np.array_equal(ids.numpy(), expected[1])
     assert np.allclose(scores.numpy(), expected[0], rtol=1e-5, atol=1e-5)
 
-def check_rounded(scores, ids, queries, keys, k):
-    """As check, where float32 may round two scores into another order."""
-    expected, _ = brute_force(queries, keys, k)
-    assert np.allclose(scores.numpy(), expected, rtol=1e-5, atol=1e-5)
-    again = torch.einsum("qd,qkd->qk", queries.double(), keys[ids].double()).numpy()
-    assert np.allclose(again, expected, rtol=1e-5, atol=1e-5)
-    assert all(len(set(row)) == k for row in ids.tolist())
-
-@pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (5, 0, 3), (0, 50, 3), (5, 50, 0),
-                                     (30, 9000, 128), (3, 70001, 40), (1030, 300, 7), (300, 12000, 2)])
-def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(Q, N, k):
-    queries, keys, query_passage, key_passage = small_integers(Q, N)
+@pytest.mark.parametrize("make, Q, N, k", [
+    (small_integers, 7, 50, 5), (small_integers, 3, 4, 9), (small_integers, 5, 0, 3), (small_integers, 0, 50, 3),
+    (small_integers, 5, 50, 0), (small_integers, 30, 9000, 128), (small_integers, 3, 70001, 40),
+    (small_integers, 1030, 300, 7), (small_integers, 300, 12000, 2),
+    (random_numbers, 5, 300, 20), (random_numbers, 5, 300, 299), (random_numbers, 5, 300, 300)])
+def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(make, Q, N, k):
+    queries, keys, query_passage, key_passage = make(Q, N)
     check(ann.exact_topk(queries, keys, k), brute_force(queries, keys, k))
     check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
           brute_force(queries, keys, k, query_passage, key_passage))
-
-def test_few_scores_without_ties_are_a_full_sort():
-    generator = torch.Generator().manual_seed(0)
-    queries, keys = (torch.randn(n, 8, generator=generator) for n in (5, 300))
-    _, _, query_passage, key_passage = small_integers(5, 300)
-    for k in (20, 299, 300):
-        check(ann.exact_topk(queries, keys, k), brute_force(queries, keys, k))
-        check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
-              brute_force(queries, keys, k, query_passage, key_passage))
-
-@pytest.mark.parametrize("order", ["falling", "rising", "all equal", "all zero", "huge"])
-def test_exact_topk_survives_every_order_of_keys(order):
-    queries, keys, query_passage, key_passage = small_integers(40, 20000, d=4)
-    if order in ("falling", "rising"):      # every new chunk beats, or none, what was found before
-        queries = queries.abs()
-        keys = keys[keys.sum(1).argsort(descending=order == "falling", stable=True)]
-    elif order == "huge":
-        keys = keys * 2.0 ** 60
-    else:
-        keys = torch.ones_like(keys) if order == "all equal" else torch.zeros_like(keys)
-    check(ann.exact_topk(queries, keys, 50, query_passage, key_passage),
-          brute_force(queries, keys, 50, query_passage, key_passage))
 
 class AsOnGpu(torch.Tensor):
     """A tensor on the CPU for which exact_topk takes its path for GPUs."""
@@ -86,41 +65,38 @@ def test_the_path_for_gpus_finds_what_a_full_sort_finds(Q, N, k, monkeypatch):
     """Without a GPU this shows that the ids are right, also with ties and in several tiles; not that it is fast."""
     queries, keys, query_passage, key_passage = small_integers(Q, N)
     keys[::7] = torch.nan
-    expected = ann.plain_topk(queries, keys, k, query_passage, key_passage)
+    expected = brute_force(queries, keys, k, query_passage, key_passage)
     for tile in (ann.GPU_TILE, 512 * Q):
         monkeypatch.setattr(ann, "GPU_TILE", tile)
         found = ann.exact_topk(queries.as_subclass(AsOnGpu), keys, k, query_passage, key_passage)
-        assert all(torch.equal(x.as_subclass(torch.Tensor), y) for x, y in zip(found, expected))
+        check([x.as_subclass(torch.Tensor) for x in found], expected)
 
-@pytest.mark.parametrize("order", ["as made", "rising", "falling", "equal"])
-def test_several_tiles_find_what_one_does_in_any_order(order, monkeypatch):
+@pytest.mark.parametrize("order", ["as made", "rising", "falling", "all equal", "all zero", "huge"])
+def test_one_tile_or_several_find_the_best_in_any_order_of_the_keys(order, monkeypatch):
     """In falling order the k best are in the first tile, so that the bar guessed from it is too high."""
     queries, keys, query_passage, key_passage = small_integers(30, 20000)
-    if order != "as made":
-        rising = keys[keys.sum(1).argsort()]
-        keys = {"rising": rising, "falling": rising.flip(0), "equal": torch.ones_like(keys)}[order]
+    rising = keys[keys.sum(1).argsort()]
+    keys = {"as made": keys, "rising": rising, "falling": rising.flip(0), "all equal": torch.ones_like(keys),
+            "all zero": torch.zeros_like(keys), "huge": keys * 2.0 ** 60}[order]
+    if order in ("rising", "falling"):
         queries = queries.abs()
-    for k, tile in ((40, 2 ** 18), (40, 2 ** 15), (1500, 2 ** 15)):
+    for k, tile in ((50, ann.CPU_TILE), (40, 2 ** 18), (40, 2 ** 15), (1500, 2 ** 15)):
         monkeypatch.setattr(ann, "CPU_TILE", tile)
         check(ann.exact_topk(queries, keys, k, query_passage, key_passage),
               brute_force(queries, keys, k, query_passage, key_passage))
 
 def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     queries, keys, _, _ = small_integers(20, 10000)
-    best = brute_force(queries, keys, 20)[1]
     key_passage = torch.full((10000,), 7)
-    key_passage[best[0]] = 3                                    # all of query 0's best are its own passage's
-    passage = torch.full((20,), 3)
-    scores, ids = ann.exact_topk(queries, keys, 20, passage, key_passage)
-    assert (ids >= 0).all() and not np.isin(ids[0].numpy(), best[0]).any()
-    check((scores, ids), brute_force(queries, keys, 20, passage, key_passage))
-    index = ann.BucketedIndex(keys, 10, key_passage)
-    passage = torch.full((20,), 7)
-    for scores, ids in (ann.exact_topk(queries, keys, 20, passage, key_passage),
-                        index.search(queries, 20, 10, passage)):
-        assert ((ids == -1) == (scores == -np.inf)).all() and ((ids >= 0).sum(1) == len(set(best[0]))).all()
-    nothing = ann.exact_topk(queries, keys[:9], 4, torch.full((20,), 7), torch.full((9,), 7))
-    assert (nothing[1] == -1).all() and (nothing[0] == -np.inf).all()
+    key_passage[brute_force(queries, keys, 20)[1][0]] = 3
+    # All of query 0's best are its own passage's; nearly all keys are; all are.
+    for own, key_passage in ((3, key_passage), (7, key_passage), (7, torch.full((10000,), 7))):
+        passage = torch.full((20,), own)
+        expected = brute_force(queries, keys, 20, passage, key_passage)
+        check(ann.exact_topk(queries, keys, 20, passage, key_passage), expected)
+        check(ann.BucketedIndex(keys, 10, key_passage).search(queries, 20, 10, passage), expected)
+    assert (expected[1] == -1).all()
+    check(ann.exact_topk(queries, keys[:9], 4, passage, key_passage[:9]), [x[:, :4] for x in expected])     # few scores
 
 @pytest.mark.parametrize("N", [40, 900, 40000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -132,28 +108,21 @@ def test_scores_that_are_not_finite_count_as_not_there(N, dtype):
     for i, rows in enumerate(bad):
         keys[rows, i % 16] = [torch.nan, torch.inf, -torch.inf, 3e38][i % 4]
     keys = keys.to(dtype)                               # 3e38 overflows in float16, or in the product
-    scores = queries.double().numpy() @ keys.double().numpy().T
-    scores[~(np.abs(scores) < 3.4e38)] = -np.inf
-    own = (query_passage[:, None] == key_passage) & (query_passage[:, None] >= 0)
-    scores[own.numpy()] = -np.inf
-    ids = np.argsort(-scores, axis=1, kind="stable")[:, :30]
-    scores = np.take_along_axis(scores, ids, 1)
-    ids = np.where(np.isinf(scores), -1, ids)
+    expected = brute_force(queries, keys, 30, query_passage, key_passage)
     index = ann.BucketedIndex(keys, 8, key_passage)
     for found in (ann.plain_topk(queries, keys, 30, query_passage, key_passage),
                   ann.exact_topk(queries, keys, 30, query_passage, key_passage),
                   index.search(queries, 30, 8, query_passage)):
-        assert np.array_equal(found[1].numpy(), ids) and not found[0].isnan().any()
-        assert np.allclose(found[0].numpy(), scores)
-    assert (ids[11] == -1).all() and (np.delete(ids, 11, 0) >= 0).any()
+        check(found, expected)
+    assert (expected[1][11] == -1).all() and (np.delete(expected[1], 11, 0) >= 0).any()
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_keys_are_searched_exactly(dtype):
-    generator = torch.Generator().manual_seed(1)
-    queries = torch.randn(50, 64, generator=generator)
-    keys = torch.randn(9000, 64, generator=generator).to(dtype)
-    check_rounded(*ann.exact_topk(queries, keys, 30), queries, keys, 30)
-    check_rounded(*ann.BucketedIndex(keys, 8).search(queries, 30, 8), queries, keys, 30)
+    queries, keys, _, _ = random_numbers(50, 9000, 64)
+    keys = keys.to(dtype)
+    expected = brute_force(queries, keys, 30)
+    check(ann.exact_topk(queries, keys, 30), expected)
+    check(ann.BucketedIndex(keys, 8).search(queries, 30, 8), expected)
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_keys_can_be_a_memory_map(tmp_path, dtype):
@@ -251,11 +220,6 @@ def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     found = index.search(queries, 20, 8)[1]
     assert np.mean([np.isin(a, b).mean() for a, b in zip(exact, found)]) > 0.9
 
-def test_an_empty_memory_finds_nothing():
-    index = ann.BucketedIndex(torch.zeros(0, 8), 4, torch.zeros(0, dtype=torch.int64))
-    scores, ids = index.search(torch.ones(3, 8), 5, 2, torch.zeros(3, dtype=torch.int64))
-    assert ids.tolist() == [[-1] * 5] * 3 and (scores == -np.inf).all()
-
 # ---- several processes
 
 SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}      # uneven, one empty, one smaller than k
@@ -263,7 +227,8 @@ QUERIES = {1: [0, 40], 2: [0, 40, 40], 4: [0, 7, 7, 39, 40]}                # un
 
 def one_of_many(rank, size, file):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
     assert ann.rank_and_size() == (rank, size)
     queries, keys, query_passage, key_passage = small_integers(40, 500)
     a, b = SHARDS[size][rank:rank + 2]
@@ -272,25 +237,27 @@ def one_of_many(rank, size, file):
     def search(queries, k, passage):
         return ann.exact_topk(queries, keys[a:b], k, passage, key_passage[a:b])
 
-    nobodys = torch.full((len(queries[mine]),), -1)
+    def shards_best(k, k_shard):
+        return ann.sharded_topk(search, queries[mine], k, k_shard, query_passage[mine], n_rows)
+
     # k_shard = k: what one process finds in the whole memory
-    scores, ids = ann.sharded_topk(search, queries[mine], 20, 20, query_passage[mine], n_rows)
+    scores, ids = shards_best(20, 20)
     check((scores, ids), brute_force(queries[mine], keys, 20, query_passage[mine], key_passage))
-    check(ann.sharded_topk(search, queries[mine], 20, 20, nobodys, n_rows), brute_force(queries[mine], keys, 20))
     # k_shard < k: the best of the shards' best; without a second top-k all of them
-    parts = [brute_force(queries[mine], keys[s:e], 3) for s, e in zip(SHARDS[size], SHARDS[size][1:])]
+    parts = [brute_force(queries[mine], keys[s:e], 3, query_passage[mine], key_passage[s:e])
+             for s, e in zip(SHARDS[size], SHARDS[size][1:])]
     parts_ids = np.concatenate([np.where(i < 0, i, i + s) for (_, i), s in zip(parts, SHARDS[size])], 1)
     parts_scores = np.concatenate([s for s, _ in parts], 1)
     order = np.argsort(-parts_scores, axis=1, kind="stable")
     expected = np.take_along_axis(parts_scores, order, 1), np.take_along_axis(parts_ids, order, 1)
-    found = ann.sharded_topk(search, queries[mine], 3 * size, 3, nobodys, n_rows)
-    check(found, expected)
-    found = ann.sharded_topk(search, queries[mine], 3 * size + 1, 3, nobodys, n_rows)
+    for n in (size + 2, 3 * size):
+        check(shards_best(n, 3), [x[:, :n] for x in expected])
+    found = shards_best(3 * size + 1, 3)
     assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
 
     # a memory's k_shard: so many that k come together, also where a process has few rows or none
     memory = MentionMemory(keys[a:b], keys[a:b], key_passage[a:b], key_passage[a:b], torch.arange(a, b))
-    found = memory.retrieve(queries[mine], nobodys, 20, 2).ids
+    found = memory.retrieve(queries[mine], query_passage[mine], 20, 2).ids
     assert (found >= 0).all() and all(len(set(row)) == 20 for row in found.tolist())
 
     # fetch: rows of any dtype and shape; -1 is zeros; each chosen row travels once
@@ -303,6 +270,8 @@ def one_of_many(rank, size, file):
         expected = whole[ids.clamp(min=0)]
         expected[ids < 0] = 0
         assert rows.dtype == whole.dtype and torch.equal(rows, expected)
+    rows, = ann.fetch(torch.full((3, 2), -1), [keys[:0]])           # of an empty memory
+    assert rows.shape == (3, 2, 16) and not rows.any()
     if size > 1:
         wanted = [None] * size
         dist.all_gather_object(wanted, ids[ids >= 0].unique().tolist())
@@ -311,7 +280,7 @@ def one_of_many(rank, size, file):
         assert sent["ids"] == 8 * sum(not a <= i < b for i in wanted[rank])
         queries_of = [e - s for s, e in zip(QUERIES[size], QUERIES[size][1:])]
         with counted() as sent:
-            ann.sharded_topk(search, queries[mine], 20, 2, nobodys, n_rows)
+            shards_best(20, 2)
         assert sent["gather"] == max(queries_of) * (16 * 4 + 8) * (size - 1)
         assert sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
 
@@ -326,28 +295,13 @@ def one_of_many(rank, size, file):
     ((everything @ everything.T * weight).exp().sum() / size).backward()
     assert torch.allclose(part.grad, whole.grad[mine], rtol=1e-5)
     assert torch.equal(ann.gather(torch.arange(40)[mine] % 2 == 0), torch.arange(40) % 2 == 0)
-    dist.destroy_process_group()
+    if size > 1:
+        dist.destroy_process_group()
 
 @pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path):
-    if size == 1:
+def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path, monkeypatch):
+    if size == 1:               # without a process group, and the queries take turns
+        monkeypatch.setattr(ann, "QUERIES", 16)
         one_of_many(0, 1, tmp_path / "init")
     else:
         mp.spawn(one_of_many, (size, tmp_path / "init"), size)
-
-def test_without_a_process_group_everything_is_local(monkeypatch):
-    monkeypatch.setattr(ann, "QUERIES", 4)                      # the queries take turns
-    queries, keys, query_passage, key_passage = small_integers(9, 200)
-    x = torch.ones(3, requires_grad=True)
-    assert ann.rank_and_size() == (0, 1) and ann.gather(x) is x
-
-    def search(queries, k, passage):
-        return ann.exact_topk(queries, keys, k, passage, key_passage)
-    scores, ids = ann.sharded_topk(search, queries, 6, 6, query_passage, [200])
-    check((scores, ids), brute_force(queries, keys, 6, query_passage, key_passage))
-    scores, ids = ann.sharded_topk(search, queries, 6, 2, query_passage, [200])
-    assert (ids[:, 2:] == -1).all()
-    rows, = ann.fetch(torch.full((3, 2), -1), [keys[:0]])           # of an empty memory
-    assert rows.shape == (3, 2, 16) and (rows == 0).all()
-    rows, = ann.fetch(ids, [keys])
-    assert torch.equal(rows[:, :2], keys[ids[:, :2]]) and (rows[:, 2:] == 0).all()

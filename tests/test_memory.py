@@ -101,21 +101,19 @@ def test_full_shards_are_reused_after_text_was_appended(corpora, tmp_path, monke
     assert calls == list(range(len(half.article) // 16 * 16, len(whole.article), 16))
     assert os.path.samefile(tmp_path / "old/keys-00000.npy", tmp_path / "memory/keys-00000.npy") == links
 
-@pytest.mark.parametrize("damage, message", [("missing", "values-00000.npy"), ("no meta", "meta.json"),
-                                             ("bit", "checksum of values-00000.npy")])
-def test_a_damaged_memory_is_refused_in_one_sentence(corpora, tmp_path, damage, message):
-    folder = tmp_path / "memory"
-    build(corpora[1], folder)
-    file = folder / "values-00000.npy"
-    if damage == "missing":
-        file.unlink()
-    elif damage == "bit":
-        content = file.read_bytes()
-        file.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-    else:
-        (folder / "meta.json").unlink()
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+@pytest.mark.parametrize("name, damage, message", [
+    ("values-00000.npy", Path.unlink, "values-00000.npy"), ("meta.json", Path.unlink, "meta.json"),
+    ("values-00000.npy", flip_a_bit, "checksum of values-00000.npy")])
+def test_a_damaged_memory_is_refused_in_one_sentence(corpora, tmp_path, name, damage, message):
+    build(corpora[1], tmp_path / "memory")
+    damage(tmp_path / "memory" / name)
     with pytest.raises(UserError, match=message):
-        load_memory(folder)
+        load_memory(tmp_path / "memory")
 
 def test_values_that_are_not_finite_are_refused_with_a_remedy(corpora, tmp_path):
     for weight, dtype in ((1e6, np.float16), (np.nan, np.float32)):
