@@ -20,8 +20,8 @@ import train
 import data
 from encoder import Config
 from memory import BatchMemory, attention_weights
-from test_golden import (CONFIG, batch_of, fold, golden, linear, memory_of, mlm_head,  # noqa: F401 (the fixture)
-                         print_the_largest_differences, same_forward, targets_of, tome_state)
+from test_golden import CONFIG, batch_of, fold, golden, linear, memory_of, mlm_head, same_forward, targets_of, tome_state
+from test_golden import print_the_largest_differences  # noqa: F401 (a fixture)
 from tome import TOME, BatchTOME, read_published
 
 msgpack = pytest.importorskip("msgpack", reason="pip install msgpack")
@@ -66,16 +66,16 @@ def write_flax(path, arrays):
 
 def translated(arrays):
     """{our name: tensor} of a BatchTOME: these arrays, as test_golden.py translates and reshapes them."""
-    z = golden("tome1") | {f"e/encoder/{path}": torch.from_numpy(x) for path, x in arrays.items()}
-    z |= {path.replace("param/mlm_layer", "e/mlm_layer"): x for path, x in z.items() if "mlm_layer" in path}
-    blocks = 2 if "e/encoder/intermediate_memory_attention_layer/query_projector/bias" in z else 1
-    state = {f"tome.{name}": x for name, x in tome_state(z, blocks, "e/").items() if not name.startswith("mlm")}
-    first = linear(z, "e/encoder/mention_projector", "")
+    z = {path: x for path, x in golden("tome1").items() if "mlm_layer" in path}     # tome_state needs a head
+    z |= {f"param/encoder/{path}": torch.from_numpy(x) for path, x in arrays.items()}
+    blocks = 2 if any(path.startswith("intermediate_encoder") for path in arrays) else 1
+    state = {f"tome.{name}": x for name, x in tome_state(z, blocks).items() if not name.startswith("mlm")}
+    first = linear(z, "param/encoder/mention_projector", "")
     if "final_query_projector/bias" in arrays:
-        second = linear(z, "e/encoder/final_query_projector", "")
+        second = linear(z, "param/encoder/final_query_projector", "")
         return state | {f"tome.entity_query.{name}": x for name, x in fold(first, second).items()}
     for ours in ("key", "value"):
-        state |= linear(z, f"e/encoder/memory_extraction_layer/{ours}_projector", f"{ours}.linear")
+        state |= linear(z, f"param/encoder/memory_extraction_layer/{ours}_projector", f"{ours}.linear")
     return state | {f"coref.linear{name}": x for name, x in first.items()}
 
 BATCH_TOME, TOME_1, TOME_2 = published("batch_tome1"), published("tome1"), published("tome2", final_encoder=1)
@@ -165,24 +165,21 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
 @pytest.mark.parametrize("arrays, blocks", [(BATCH_TOME, 1), (TOME_1, 1), (TOME_2, 2)],
                          ids=["BATCH-TOME", "TOME-1", "TOME-2"])
 def test_names_shapes_and_sizes_are_read_as_test_golden_translates_them(arrays, blocks, tmp_path):
-    write_flax(tmp_path / "step1", arrays)
-    config, state, _, unused = read_published(tmp_path / "step1", Config(k=8, k_shard=8, k_answer=16, dropout=0.0))
+    file = write_flax(tmp_path / "step1", arrays)
+    config, state, _, unused = read_published(file, Config(k=8, k_shard=8, k_answer=16, dropout=0.0))
     assert config == replace(CONFIG, n_blocks=blocks) and not unused
     expected = translated(arrays)
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
 
 def test_a_training_checkpoint_with_heads_and_optimizer_state_is_read(tmp_path):
-    arrays = {f"params/encoder/{path}": array for path, array in BATCH_TOME.items()}
-    rng = np.random.default_rng(0)
-    head = {"dense/kernel": (32, 32), "dense/bias": (32,), "layer_norm/scale": (32,), "layer_norm/bias": (32,),
-            "bias": (97,)}
-    for path, shape in head.items():
-        arrays[f"params/mlm_layer/{path}"] = rng.normal(size=shape).astype(np.float32)
+    z = {path: x for path, x in golden("batch_tome1").items() if path.startswith("param/")}
+    arrays = {path.replace("param/", "params/"): x.numpy() for path, x in z.items()}
     arrays["params/linear_classifier/bias"] = np.zeros(3, np.float32)
     arrays["opt_state/0/count"] = arrays["step"] = np.array(4, np.int32)
     _, state, _, unused = read_published(write_flax(tmp_path / "checkpoint_3", arrays), Config())
-    assert unused == ["linear_classifier"]
-    assert np.array_equal(state["tome.mlm.dense.weight"].numpy(), arrays["params/mlm_layer/dense/kernel"].T)
+    expected = translated(BATCH_TOME) | mlm_head(z, "param/mlm_layer/", "tome.mlm.")
+    assert unused == ["linear_classifier"] and state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
 
 @pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
 def test_a_tome_2_with_blocks_of_different_depths_is_refused_with_both_depths(depths, tmp_path):
