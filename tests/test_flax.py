@@ -20,7 +20,7 @@ import train
 import data
 from encoder import Config
 from memory import BatchMemory, attention_weights
-from test_golden import CONFIG, batch_of, fold, golden, linear, memory_of, mlm_head, same_forward, targets_of, tome_state
+from test_golden import CONFIG, batch_of, golden, linear, memory_of, mlm_head, same_forward, targets_of, tome_state
 from test_golden import print_the_largest_differences  # noqa: F401 (a fixture)
 from tome import TOME, BatchTOME, read_published
 
@@ -70,13 +70,15 @@ def translated(arrays):
     z |= {f"param/encoder/{path}": torch.from_numpy(x) for path, x in arrays.items()}
     blocks = 2 if any(path.startswith("intermediate_encoder") for path in arrays) else 1
     state = {f"tome.{name}": x for name, x in tome_state(z, blocks).items() if not name.startswith("mlm")}
-    first = linear(z, "param/encoder/mention_projector", "")
-    if "final_query_projector/bias" in arrays:
+    if "final_query_projector/bias" in arrays:              # two maps one after the other, which are one map here
+        first = linear(z, "param/encoder/mention_projector", "")
         second = linear(z, "param/encoder/final_query_projector", "")
-        return state | {f"tome.entity_query.{name}": x for name, x in fold(first, second).items()}
-    for ours in ("key", "value"):
-        state |= linear(z, f"param/encoder/memory_extraction_layer/{ours}_projector", f"{ours}.linear")
-    return state | {f"coref.linear{name}": x for name, x in first.items()}
+        state["tome.entity_query.linear.weight"] = second[".weight"] @ first[".weight"]
+        state["tome.entity_query.linear.bias"] = second[".weight"] @ first[".bias"] + second[".bias"]
+        return state
+    state |= linear(z, "param/encoder/memory_extraction_layer/key_projector", "key.linear")
+    state |= linear(z, "param/encoder/memory_extraction_layer/value_projector", "value.linear")
+    return state | linear(z, "param/encoder/mention_projector", "coref.linear")
 
 BATCH_TOME, TOME_1, TOME_2 = published("batch_tome1"), published("tome1"), published("tome2", final_encoder=1)
 
