@@ -176,7 +176,8 @@ def test_check_counts_every_mention_or_shows_ten_errors(tmp_path, run, monkeypat
     assert [row.split(" ")[0] for row in rows] == [f"{bad}:{n}:" for n in range(2, 12)]
     for path in (tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl", []), tmp_path):
         done = run("check", path)
-        assert done.returncode == 1 and done.stderr.startswith(f"data.py: {path}") and done.stderr.count("\n") == 1
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"data.py: {path}")
     with monkeypatch.context() as patch:                        # Ctrl-C
         patch.setattr(data.Corpus, "build", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         done = run("check", tmp_path / "good.jsonl")
@@ -249,21 +250,20 @@ def test_appended_text_is_held_out_and_can_replace_the_old_passages_of_its_title
     assert new.replaced.tolist() == expected and any(expected)
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_file_is_linked_or_copied_again_over_what_a_killed_command_left(tmp_path, monkeypatch, links):
+def test_a_file_is_linked_or_copied_over_what_a_killed_command_left(tmp_path, monkeypatch, links):
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_text("whole")
+    target.write_text("wh")
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
-    data.link(source, target)
-    data.link(source, target)
-    assert target.read_text() == "whole" and target.samefile(source) == links
-    target.unlink()
-    target.write_text("wh")
-    data.link(source, target)
-    assert target.read_text() == source.read_text() == "whole"
+    for _ in range(2):                      # the second time, over a whole target
+        data.link(source, target)
+        assert target.read_text() == source.read_text() == "whole"
+        assert target.samefile(source) == links
 
 def test_a_missing_source_or_an_unwritable_output_is_named_in_one_sentence(tmp_path, run):
-    none, claims = tmp_path / "none", write(tmp_path / "claims.jsonl", [{"claim": "Rome", "label": "SUPPORTS"}])
+    claims = write(tmp_path / "claims.jsonl", [{"claim": "Rome", "label": "SUPPORTS"}])
+    none = tmp_path / "none"
     for command, named, why in ((["kilt", none, "--out", tmp_path / "out"], none, "No such file"),
                                 (["kilt", none, "--out", none / "out"], none / "out", "No such file"),
                                 (["task", "fever", claims, "--out", tmp_path], tmp_path, "Is a directory")):
@@ -295,19 +295,19 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
 
 SCRIPTS = {"greek": (0x3b1, 24), "russian": (0x430, 32), "arabic": (0x627, 30), "hindi": (0x905, 50),
            "chinese": (0x4e00, 900), "korean": (0xac00, 700), "latin": (0x61, 20)}
-TRAIN = """
-import json, sys, numpy, data
-start, n = json.loads(sys.argv[1])
-rng = numpy.random.default_rng(0)
-texts = ["".join(map(chr, start + rng.integers(0, n, 7))) + "\u00b7" for _ in range(3000)]
-print(json.dumps(sorted(data.train_tokenizer(texts, 500).get_vocab().items())))"""
+TRAIN = f"""
+import json, numpy, data
+for start, n in {[*SCRIPTS.values()]}:
+    rng = numpy.random.default_rng(0)
+    texts = ["".join(map(chr, start + rng.integers(0, n, 7))) + "\u00b7" for _ in range(3000)]
+    print(json.dumps(sorted(data.train_tokenizer(texts, 500).get_vocab().items())))"""
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_process_makes_the_same_vocabulary_from_the_same_texts(script):
+def test_every_process_makes_the_same_vocabulary_from_the_same_texts():
     """The trainer of the library numbers its merges in a different order each time."""
-    made = [subprocess.run([sys.executable, "-c", TRAIN, json.dumps(SCRIPTS[script])], cwd=ROOT, text=True,
-                           stdout=subprocess.PIPE, check=True).stdout for _ in range(3)]
-    assert made[0] == made[1] == made[2] and len(json.loads(made[0])) <= 500
+    made = [subprocess.run([sys.executable, "-c", TRAIN], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                           check=True).stdout.splitlines() for _ in range(3)]
+    for script, first, *others in zip(SCRIPTS, *made, strict=True):
+        assert others == [first, first] and len(json.loads(first)) <= 500, script
 
 def test_a_bert_vocabulary_gives_two_unused_entries_to_the_markers(tmp_path):
     vocab = [PAD, "[unused0]", "[unused1]", "[unused2]", UNK, CLS, SEP, MASK, "rome", "##s"]
@@ -383,7 +383,7 @@ def naive_cut(n, spans, passage_length, max_length):
         start = fits[-1]
     return cuts
 
-@pytest.mark.parametrize("lengths", [(8, 20), (8, 14), (12, 11)])      # of a passage, at most: tokens, positions
+@pytest.mark.parametrize("lengths", [(8, 20), (8, 14), (12, 11)])       # passage_length, max_length
 def test_passages_are_cut_and_dropped_mentions_are_counted_as_by_a_naive_loop(lengths):
     rng, n_overlap, n_long = np.random.default_rng(1), 0, 0
     for _ in range(200):
@@ -411,7 +411,7 @@ def test_passages_are_cut_and_dropped_mentions_are_counted_as_by_a_naive_loop(le
         assert [len(w) for w in words] == [b - a for a, b in cuts]
     assert n_overlap > 200 and n_long > 50
 
-def test_the_corpus_on_disk_holds_what_plain_loops_find_and_passages_are_held_out_by_split_title_or_entity(tmp_path):
+def test_a_corpus_holds_what_plain_loops_find_and_holds_out_by_split_title_or_unseen_entity(tmp_path):
     records = random_texts(5, 80) + [line("Zürich – über alles", (0, 6, "Zürich"), (9, 13, None), title="Ü")]
     for i, split in enumerate((None, "train", "held_out") * 27):
         records[i]["split"] = split
@@ -425,7 +425,8 @@ def test_the_corpus_on_disk_holds_what_plain_loops_find_and_passages_are_held_ou
         tokens = [tokenizer.id_to_token(i) for i in ids.tolist()]
         assert tokens[0] == CLS and tokens[-1] == SEP and UNK not in tokens
         words[title, text, a] += [t for t in tokens if t not in SPECIAL]
-        split = records[len(words) - 1]["split"] or ("held_out" if zlib.crc32(title.encode()) % 20 == 0 else "train")
+        of_title = "held_out" if zlib.crc32(title.encode()) % 20 == 0 else "train"
+        split = records[len(words) - 1]["split"] or of_title
         names_unseen = not unseen.isdisjoint(corpus.entity_names[e] for e in corpus.passage_entities(p))
         assert corpus.held_out[p] == (split == "held_out" or names_unseen)
         reasons.add((split, names_unseen))
@@ -567,7 +568,8 @@ def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
             assert torch.equal(part.tokens, batch.tokens[rank::size])
             mine = [i for i in range(len(batch.row)) if batch.row[i] % size == rank]
             assert part.row.tolist() == [int(batch.row[i]) // size for i in mine]
-            assert all(torch.equal(getattr(part, k), getattr(batch, k)[mine]) for k in data.MENTIONS if k != "row")
+            for name in set(data.MENTIONS) - {"row"}:
+                assert torch.equal(getattr(part, name), getattr(batch, name)[mine]), name
             theirs = [batch.unmasked[r, c] for r, c in batch.is_target.nonzero().tolist() if r % size == rank]
             assert part.unmasked[part.is_target].tolist() == theirs
 
@@ -589,7 +591,8 @@ def test_evaluation_mentions_are_linked_elsewhere_only_once_in_their_passage_and
                 for m in range(corpus.mention_first[p], corpus.mention_first[p + 1]) if corpus.mention_entity[m]]
     inside = Counter((p, e) for p, _, e in mentions)
     passages_with = Counter(e for _, e in inside)
-    allowed = [(p, m, e) for p, m, e in mentions if corpus.held_out[p] and inside[p, e] == 1 and passages_with[e] > 1]
+    allowed = [(p, m, e) for p, m, e in mentions
+               if corpus.held_out[p] and inside[p, e] == 1 and passages_with[e] > 1]
     expected = [m for p, m, e in allowed if corpus.entity_names[e] != corpus.titles[corpus.article[p]]]
     assert data.eval_mentions(corpus).tolist() == expected and 0 < len(expected) < len(allowed)
 
@@ -760,7 +763,8 @@ QUESTION = example("Where was Alma Verran born?", [(10, 21, "Alma Verran")], ["E
 
 def test_a_question_ends_in_a_masked_mention_that_asks_for_its_first_known_answer():
     batch, words = batch_and_words([QUESTION, example("Born?", [(0, 4, "Nobody")], ["Elsewhere"])], "qa")
-    assert words == ["[CLS] where was ( alma verran ) born ? ( [MASK] ) [SEP]", "[CLS] ( born ) ? ( [MASK] ) [SEP]"]
+    assert words == ["[CLS] where was ( alma verran ) born ? ( [MASK] ) [SEP]",
+                     "[CLS] ( born ) ? ( [MASK] ) [SEP]"]
     assert batch.row.tolist() == [0, 0, 1, 1] and batch.entity.tolist() == [1, 0, 0, 0]
     assert batch.answer.tolist() == [-1, 2, -1, 0] and batch.label.tolist() == [-1, -1]
     assert batch.start.tolist() == [3, 9, 1, 5] and batch.end.tolist() == [6, 11, 3, 7]
@@ -780,11 +784,15 @@ def test_mentions_of_a_question_beyond_max_length_or_32_are_dropped():      # 32
 
 def test_a_claim_has_its_label_and_a_cloze_hides_every_mention_of_its_answer():
     twice = [(0, 11, "Alma Verran"), (16, 22, "Alma Verran"), (5, 11, None)]
-    examples = [example("", label=1), example("Alma"), example("Alma Verran was Verran?", twice, ["Alma Verran"]),
+    examples = [example("", label=1), example("Alma"),
+                example("Alma Verran was Verran?", twice, ["Alma Verran"]),
                 QUESTION, QUESTION._replace(answers=["Alma Verran"])]
     batch, words = batch_and_words(examples, "claims")
-    assert words == ["[CLS] [SEP]", "[CLS] alma [SEP]", "[CLS] ( [MASK] [MASK] ) was ( [MASK] ) ? [SEP]",
-                     "[CLS] where was ( alma verran ) born ? [SEP]", "[CLS] where was ( [MASK] [MASK] ) born ? [SEP]"]
+    assert words == ["[CLS] [SEP]",
+                     "[CLS] alma [SEP]",
+                     "[CLS] ( [MASK] [MASK] ) was ( [MASK] ) ? [SEP]",
+                     "[CLS] where was ( alma verran ) born ? [SEP]",
+                     "[CLS] where was ( [MASK] [MASK] ) born ? [SEP]"]
     assert batch.label.tolist() == [1, -1, -1, -1, -1] and batch.row.tolist() == [2, 2, 3, 4]
     assert batch.answer.tolist() == [1, -1, -1, 1] and batch.mention.tolist() == [0, 1, 0, 0]
     assert batch.unmasked[2, [2, 3]].tolist() == batch.tokens[3, [4, 5]].tolist()

@@ -20,7 +20,8 @@ import train
 import data
 from encoder import Config
 from memory import BatchMemory, attention_weights
-from test_golden import CONFIG, batch_of, golden, linear, memory_of, mlm_head, same_forward, targets_of, tome_state
+from test_golden import CONFIG, golden, linear, mlm_head, tome_state
+from test_golden import batch_of, memory_of, same_forward, targets_of
 from test_golden import print_the_largest_differences  # noqa: F401 (a fixture)
 from tome import TOME, BatchTOME, read_published
 
@@ -48,10 +49,11 @@ def pack(arrays):
     return msgpack.packb(tree)
 
 def published(name, **depths):
-    """{path: array} of an encoder in tests/golden. depths: of these blocks, the number of copies of the first layer
-    that replace the layers."""
+    """{path: array} of an encoder in tests/golden. depths: these blocks get so many copies of their
+    first layer instead of their layers."""
     start = "param/encoder/"
-    arrays = {path.removeprefix(start): x.numpy() for path, x in golden(name).items() if path.startswith(start)}
+    arrays = {path.removeprefix(start): x.numpy()
+              for path, x in golden(name).items() if path.startswith(start)}
     for block, depth in depths.items():
         layers = {path: arrays.pop(path) for path in [*arrays] if path.startswith(block)}
         for path, x in layers.items():
@@ -70,7 +72,7 @@ def translated(arrays):
     z |= {f"param/encoder/{path}": torch.from_numpy(x) for path, x in arrays.items()}
     blocks = 2 if any(path.startswith("intermediate_encoder") for path in arrays) else 1
     state = {f"tome.{name}": x for name, x in tome_state(z, blocks).items() if not name.startswith("mlm")}
-    if "final_query_projector/bias" in arrays:              # two maps one after the other, which are one map here
+    if "final_query_projector/bias" in arrays:              # two maps in a row, which are one here
         first = linear(z, "param/encoder/mention_projector", "")
         second = linear(z, "param/encoder/final_query_projector", "")
         state["tome.entity_query.linear.weight"] = second[".weight"] @ first[".weight"]
@@ -301,7 +303,8 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     assert "loaded, without training" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["plan"].steps == 0 and saved["about"]["finished"]
-    assert all(torch.equal(saved["model"][name], x) for name, x in translated(BATCH_TOME).items())
+    for name, x in translated(BATCH_TOME).items():
+        assert torch.equal(saved["model"][name], x), name
     assert data.read_json(out / "memory" / "meta.json")["n"] == 24 and not (out / "log.jsonl").exists()
 
     run("--stage", "tome", "--start", start, "--steps", "0", "--out", str(out), "--blocks", str(blocks), "--quiet")
@@ -310,7 +313,8 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     assert "not used: memory_extraction_layer" in said
     saved = train.read_checkpoint(out / f"tome-{blocks}.pt")
     assert saved["plan"].steps == 0
-    assert all(torch.equal(saved["model"][name.removeprefix("tome.")], x) for name, x in translated(tome).items())
+    for name, x in translated(tome).items():
+        assert torch.equal(saved["model"][name.removeprefix("tome.")], x), name
     shutil.rmtree(tmp_path / "init")                            # no longer needed
     (tmp_path / "tome").unlink()
     data.write_lines(tmp_path / "qa.jsonl", [

@@ -371,10 +371,11 @@ def corpus(tmp_path):
     return tmp_path / "corpus.jsonl"
 
 def run(tmp_path, name, content, **options):
-    """The examples in a published file with this content: a text or, as JSON (lines, for fever and fm2), records."""
+    """The examples in a published file. content: a text, or what is written as JSON or JSON lines."""
     path = tmp_path / "published.json"
     if not isinstance(content, str):
-        content = "\n".join(map(json.dumps, content)) if name in ("fever", "fm2") else json.dumps(content, indent=1)
+        is_lines = name in ("fever", "fm2")
+        content = "\n".join(map(json.dumps, content)) if is_lines else json.dumps(content, indent=1)
     path.write_text(content)
     data.task(name, [path], tmp_path / "examples.jsonl", **options)
     return lines_of(tmp_path / "examples.jsonl")
@@ -418,28 +419,32 @@ def test_questions_need_a_corpus(tmp_path):
     with pytest.raises(UserError, match="--corpus"):
         run(tmp_path, "entityquestions", [{"question": "q", "answers": ["a"]}])
 
-BAD_RECORDS = [
-    ("complexwebquestions", {"question": "q", "answer": "Germany"}),
-    ("complexwebquestions", {"ID": "x", "question": "q", "answer": "Germany"}),
-    ("complexwebquestions", {"id": "a9011ddf", "question": "q", "answer": {"mention": "Germany"}}),  # Mintaka
-    ("complexwebquestions", {"url": "u", "question": "q", "answers": ["Germany"]}),
-    ("entityquestions", {"question": "q", "answer": "Germany"}),
-    ("entityquestions", {"url": "u", "utterance": "q", "targetValue": "(list)"}),            # WebQuestions
-    ("entityquestions", {"question": "q", "answers": "Paris"}), ("entityquestions", {"question": "q", "answers": [1]}),
-    ("entityquestions", {"question": None, "answers": []}),
-    ("triviaqa", {"Question": "q"}), ("triviaqa", {"question": "q", "answer": {"value": "Germany"}}),
-    ("triviaqa", {"Question": "q", "Answer": {"Aliases": []}}),
-    ("triviaqa", {"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}),
-    ("fever", {"label": "SUPPORTS"}), ("fever", {"claim": "c"}), ("fever", {"id": 1, "claim": "c", "verdict": "true"}),
-    ("fever", {"id": 1, "claim": "c", "label": "SUPPORTED"}), ("fm2", {"text": "c"}), ("fm2", {"text": "c", "label": 1}),
-    ("hover", {"uid": "a", "claim": "c", "label": "SUPPORTS"}), ("hover", {"claim": "c", "label": ["SUPPORTED"]}),
-    ("hover", {"id": 1, "claim": "c"}), ("hover", 3)]
+BAD_RECORDS = {
+    "complexwebquestions": [
+        {"question": "q", "answer": "Germany"}, {"ID": "x", "question": "q", "answer": "Germany"},
+        {"id": "a9011ddf", "question": "q", "answer": {"mention": "Germany"}},          # Mintaka
+        {"url": "u", "question": "q", "answers": ["Germany"]}],
+    "entityquestions": [
+        {"question": "q", "answer": "Germany"}, {"question": "q", "answers": "Paris"},
+        {"url": "u", "utterance": "q", "targetValue": "(list)"},                        # WebQuestions
+        {"question": "q", "answers": [1]}, {"question": None, "answers": []}],
+    "triviaqa": [
+        {"Question": "q"}, {"question": "q", "answer": {"value": "Germany"}},
+        {"Question": "q", "Answer": {"Aliases": []}},
+        {"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}],
+    "fever": [
+        {"claim": "c"}, {"label": "SUPPORTS"}, {"id": 1, "claim": "c", "verdict": "true"},
+        {"id": 1, "claim": "c", "label": "SUPPORTED"}],
+    "fm2": [{"text": "c"}, {"text": "c", "label": 1}],
+    "hover": [
+        3, {"id": 1, "claim": "c"}, {"uid": "a", "claim": "c", "label": "SUPPORTS"},
+        {"claim": "c", "label": ["SUPPORTED"]}]}
 
 @pytest.mark.parametrize("name, content, n", [
-    *((name, [record], 1) for name, record in BAD_RECORDS),
+    *((name, [record], 1) for name, records in BAD_RECORDS.items() for record in records),
     ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], 2),
-    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', 2), ("fever", "[" * 9999, 0), ("hover", '[{"claim": "a"', 1),
-    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Value": "a", "Aliases": []}}, {"Question": "q"}]}, 2)])
+    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', 2),
+    ("fever", "[" * 9999, 0), ("hover", '[{"claim": "a"', 1), ("triviaqa", {"Data": [{"Question": "q"}]}, 1)])
 def test_a_bad_record_or_a_file_of_another_task_is_refused_with_its_number(tmp_path, corpus, name, content, n):
     with pytest.raises(UserError, match=f"published.json: record {n}: .*is this a labelled {name} file") as e:
         run(tmp_path, name, content, corpus=corpus)
