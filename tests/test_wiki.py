@@ -251,8 +251,6 @@ def test_a_file_that_is_not_a_whole_dump_gets_one_sentence_and_leaves_no_output(
 
 def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     path, out = dump(tmp_path / "d.xml", page("A", "a")), tmp_path / "out.jsonl"
-    with pytest.raises(FileNotFoundError):
-        data.wiki(tmp_path / "none.xml", out)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe: not a regular file"):
         data.wiki(tmp_path / "pipe", out)
@@ -372,10 +370,12 @@ def corpus(tmp_path):
         for shown, entity in MENTIONS])
     return tmp_path / "corpus.jsonl"
 
-def run(tmp_path, name, content, suffix="json", **options):
-    path = tmp_path / f"published.{suffix}"
+def run(tmp_path, name, content, **options):
+    """The examples in a published file. content: a text, or what is written as JSON or JSON lines."""
+    path = tmp_path / "published.json"
     if not isinstance(content, str):
-        content = "\n".join(map(json.dumps, content)) if suffix == "jsonl" else json.dumps(content, indent=1)
+        is_lines = name in ("fever", "fm2")
+        content = "\n".join(map(json.dumps, content)) if is_lines else json.dumps(content, indent=1)
     path.write_text(content)
     data.task(name, [path], tmp_path / "examples.jsonl", **options)
     return lines_of(tmp_path / "examples.jsonl")
@@ -383,14 +383,14 @@ def run(tmp_path, name, content, suffix="json", **options):
 def test_claims(tmp_path, capsys):
     fever = [{"id": 1, "label": label, "claim": f"c {label}", "evidence": [[[1, 2, "Gold", 0]]]}
              for label in ("SUPPORTS", "REFUTES", "NOT ENOUGH INFO")]
-    assert run(tmp_path, "fever", fever, "jsonl") == [
+    assert run(tmp_path, "fever", fever) == [
         {"text": f"c {label}", "label": label} for label in ("SUPPORTS", "REFUTES", "NOT ENOUGH INFO")]
     assert "3 examples, 3 with a label" in capsys.readouterr().out
     hover = [{"uid": "a", "claim": "c", "label": "SUPPORTED", "supporting_facts": [["Gold", 1]]},
              {"uid": "b", "claim": "d", "label": "NOT_SUPPORTED"}]
     assert [e["label"] for e in run(tmp_path, "hover", hover)] == ["SUPPORTS", "REFUTES"]
     fm2 = [{"text": "c", "label": "REFUTES", "gold_evidence": [{"text": "Gold"}]}]
-    assert run(tmp_path, "fm2", fm2, "jsonl") == [{"text": "c", "label": "REFUTES"}]
+    assert run(tmp_path, "fm2", fm2) == [{"text": "c", "label": "REFUTES"}]
 
 def test_answers_are_mapped_by_title_alias_and_normalised_text(tmp_path, corpus, capsys):
     trivia = {"Domain": "unfiltered", "Data": [
@@ -419,38 +419,36 @@ def test_questions_need_a_corpus(tmp_path):
     with pytest.raises(UserError, match="--corpus"):
         run(tmp_path, "entityquestions", [{"question": "q", "answers": ["a"]}])
 
-@pytest.mark.parametrize("name, record", [
-    ("complexwebquestions", {"question": "q", "answer": "Germany"}),
-    ("complexwebquestions", {"ID": "x", "question": "q", "answer": "Germany"}),
-    ("complexwebquestions", {"id": "a9011ddf", "question": "q", "answer": {"mention": "Germany"}}),  # Mintaka
-    ("entityquestions", {"question": "q", "answer": "Germany"}),
-    ("entityquestions", {"url": "u", "utterance": "q", "targetValue": "(list)"}),            # WebQuestions
-    ("complexwebquestions", {"url": "u", "question": "q", "answers": ["Germany"]}),
-    ("triviaqa", {"Question": "q"}), ("triviaqa", {"question": "q", "answer": {"value": "Germany"}}),
-    ("fever", {"claim": "c"}), ("fever", {"id": 1, "claim": "c", "verdict": "true"}), ("fm2", {"text": "c"}),
-    ("hover", {"uid": "a", "claim": "c", "label": "SUPPORTS"}), ("hover", {"id": 1, "claim": "c"}),
-    ("fever", {"id": 1, "claim": "c", "label": "SUPPORTED"})])
-def test_a_file_of_another_task_is_refused(tmp_path, corpus, name, record):
-    with pytest.raises(UserError, match=f"is this a labelled {name} file"):
-        run(tmp_path, name, [record], corpus=corpus)
-    assert not (tmp_path / "examples.jsonl").exists()
+BAD_RECORDS = {
+    "complexwebquestions": [
+        {"question": "q", "answer": "Germany"}, {"ID": "x", "question": "q", "answer": "Germany"},
+        {"id": "a9011ddf", "question": "q", "answer": {"mention": "Germany"}},          # Mintaka
+        {"url": "u", "question": "q", "answers": ["Germany"]}],
+    "entityquestions": [
+        {"question": "q", "answer": "Germany"}, {"question": "q", "answers": "Paris"},
+        {"url": "u", "utterance": "q", "targetValue": "(list)"},                        # WebQuestions
+        {"question": "q", "answers": [1]}, {"question": None, "answers": []}],
+    "triviaqa": [
+        {"Question": "q"}, {"question": "q", "answer": {"value": "Germany"}},
+        {"Question": "q", "Answer": {"Aliases": []}},
+        {"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}],
+    "fever": [
+        {"claim": "c"}, {"label": "SUPPORTS"}, {"id": 1, "claim": "c", "verdict": "true"},
+        {"id": 1, "claim": "c", "label": "SUPPORTED"}],
+    "fm2": [{"text": "c"}, {"text": "c", "label": 1}],
+    "hover": [
+        3, {"id": 1, "claim": "c"}, {"uid": "a", "claim": "c", "label": "SUPPORTS"},
+        {"claim": "c", "label": ["SUPPORTED"]}]}
 
-@pytest.mark.parametrize("name, content, suffix, n", [
-    ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], "jsonl", 2),
-    ("fever", [{"label": "SUPPORTS"}], "jsonl", 1), ("fm2", [{"text": "a", "label": 1}], "jsonl", 1),
-    ("hover", [{"claim": "a", "label": ["SUPPORTED"]}], "json", 1), ("hover", '[{"claim": "a"', "json", 1),
-    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', "jsonl", 2), ("hover", [3], "json", 1),
-    ("fever", "[" * 9999, "json", 0),
-    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Aliases": []}}]}, "json", 1),
-    ("triviaqa", {"Data": [{"Question": "q", "Answer": {"Value": "a", "Aliases": "b"}}]}, "json", 1),
-    ("complexwebquestions", [{"question": "q", "answers": ["Paris"]}], "json", 1),
-    ("entityquestions", [{"question": "q", "answers": "Paris"}], "json", 1),
-    ("entityquestions", [{"question": "q", "answers": [1]}], "json", 1),
-    ("entityquestions", [{"question": None, "answers": []}], "json", 1)])
-def test_a_bad_record_is_named(tmp_path, corpus, name, content, suffix, n):
-    with pytest.raises(UserError, match=f"published.{suffix}: record {n}: ") as e:
-        run(tmp_path, name, content, suffix, corpus=corpus)
-    assert "\n" not in str(e.value)
+@pytest.mark.parametrize("name, content, n", [
+    *((name, [record], 1) for name, records in BAD_RECORDS.items() for record in records),
+    ("fever", [{"claim": "a", "label": "SUPPORTS"}, {"claim": 3, "label": "SUPPORTS"}], 2),
+    ("fever", '{"claim": "a", "label": "SUPPORTS"}\n{"cla', 2),
+    ("fever", "[" * 9999, 0), ("hover", '[{"claim": "a"', 1), ("triviaqa", {"Data": [{"Question": "q"}]}, 1)])
+def test_a_bad_record_or_a_file_of_another_task_is_refused_with_its_number(tmp_path, corpus, name, content, n):
+    with pytest.raises(UserError, match=f"published.json: record {n}: .*is this a labelled {name} file") as e:
+        run(tmp_path, name, content, corpus=corpus)
+    assert "\n" not in str(e.value) and not (tmp_path / "examples.jsonl").exists()
 
 @needs_real
 @pytest.mark.parametrize("name, file, counts", [
