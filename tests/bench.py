@@ -1,4 +1,4 @@
-"""What the parts of this project cost, beside others: python tests/bench.py [exact|buckets|step|memory …]
+"""What the parts of this project cost, beside others: python tests/bench.py [exact|buckets|step …]
 
 The contenders take turns, so that other load on the machine slows all of them. Times are milliseconds, the shortest of
 the turns. The first line names the machine, the threads and the load. faiss is optional (pip install faiss-cpu).
@@ -11,7 +11,6 @@ import argparse
 import os
 import platform
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,6 @@ except ImportError:
 SMALL = Config(dropout=0.0, hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_upper=2, key_dim=64, value_dim=128,
                coref_dim=128, k=32, k_shard=32, k_answer=32, k_answer_shard=32)
 BASE = Config(dropout=0.0, k=128, k_shard=128, k_answer=128, k_answer_shard=128)
-LARGE = Config(hidden=1024, n_heads=16, intermediate=4096, n_initial=8, n_upper=16)
 
 def machine(threads):
     """The processor, the threads used and the load of the last minute."""
@@ -212,53 +210,7 @@ def step(args):
                                          "TOME-1": lambda: tome_step(model.tome, batch, table)})
             row(f"step, {name}, {precision}", times)
 
-# ---- the memory: building it, and what its search costs (the paper's table 11)
-
-def build(args):
-    with tempfile.TemporaryDirectory() as folder:
-        data.toy(folder, 0)
-        tokenizer = data.train_tokenizer((t.text for t in data.read_corpus(f"{folder}/corpus.jsonl")), 2000)
-        corpus = data.Corpus.build(f"{folder}/corpus.jsonl", f"{folder}/corpus", tokenizer, 64, 128)
-        encoder = BatchTOME(TOME(SMALL)).to(args.device).eval()
-        passages, calls = np.arange(1000), []
-        encode = encoder.encode_mentions
-        encoder.encode_mentions = lambda *inputs: calls.append(inputs) or encode(*inputs)
-        memory.encode_passages(encoder, corpus, passages, torch.device(args.device))
-        encoder.encode_mentions = encode
-        with torch.no_grad(), low_precision(SMALL, torch.device(args.device)):
-            device = torch.device(args.device)
-            times, _ = race(args.turns, {"bare encoder": lambda: [encode(*inputs) for inputs in calls],
-                                         "ours": lambda: memory.encode_passages(encoder, corpus, passages, device)})
-        row(f"memory rows of {len(passages):,} passages, small", times)
-
-def cost(args):
-    """A TPU of the paper reads 32 passages a step, and searches 32 x 24 x 128 queries among 38M / 128 keys. Here four
-    passages and an eighth of these queries: the same ratio."""
-    keys, queries = clustered(38_000_000 // 128, 128, 20000, 4 * 24 * 128, args.device)
-    index = ann.BucketedIndex(keys, int(4 * len(keys) ** 0.5))
-    best = ann.exact_topk(queries[:768], keys, 2)[1]
-    n_search = 4
-    while overlap(index.search(queries[:768], 2, n_search)[1].cpu(), best) < 0.95:
-        n_search *= 2
-    print(f"  {n_search} of {len(index.centroids)} buckets find 95% of the two best")
-
-    def search(function):       # sharded_topk, since it takes some queries at a time; k 2 and 32 as in app. C.1.4
-        for k in (2, 32):
-            ann.sharded_topk(function, queries, k, k, torch.full((len(queries),), -1, device=queries.device), [len(keys)])
-
-    seconds, _ = race(1, {"exact": lambda: search(lambda q, k, passage: ann.exact_topk(q, keys, k)),
-                          "bucketed": lambda: search(lambda q, k, passage: index.search(q, k, n_search))})
-    for name, config, paper in (("BERT-base", Config(), (0.79, 0.22)), ("BERT-large", LARGE, (0.48, 0.07))):
-        batch = random_batch(config, 4, 128, 24, 20, 5000, args.device)
-        model = TOME(config).to(args.device).train()
-        few = random_memory(config, 256, 5000, args.device)         # its search costs nothing; the rest is as ever
-        reader = race(2, {"reader": lambda: tome_step(model, batch, few)})[0]["reader"]
-        for (how, search_time), theirs in zip(seconds.items(), paper):
-            share = search_time / (search_time + reader)
-            print(f"  search, {name}, {how}: {share:.2f} of a step ({search_time:.1f} s, reader {reader:.1f} s); "
-                  f"paper, on a TPU: {theirs}")
-
-SECTIONS = {"exact": [exact], "buckets": [buckets], "step": [step], "memory": [build, cost]}
+SECTIONS = {"exact": exact, "buckets": buckets, "step": step}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -277,5 +229,4 @@ if __name__ == "__main__":
         faiss.omp_set_num_threads(args.threads)
     print(machine(args.threads))
     for name in args.sections or SECTIONS:
-        for section in SECTIONS[name]:
-            section(args)
+        SECTIONS[name](args)
