@@ -123,7 +123,7 @@ class Plan(Schedule):
     blocks: int = 1                 # TOME-1 or TOME-2
     n_search: int = setting(0, (0, 10**9), "number of buckets to search, out of the memory's 4 "
                             "sqrt(rows); 0: exact search")
-    start: list | None = None       # --start: [[path, checksum]], or [["scratch", 0]]
+    start: list | None = None       # --start: [[path, checksum]]; [["scratch", 0]]: new weights
     examples: list | None = None    # --examples and its dev file: [path, checksum] each
 
     @property
@@ -748,7 +748,7 @@ def examples_batch(run, task, examples):
                               max_length=run.settings.max_length)
 
 def toy_file(run, task, hops, split):
-    """The path of a file of the toy world's examples. Raises UserError."""
+    """The path of a file of toy examples, such as qa.one_hop.train.jsonl. Raises UserError."""
     path = run.out / "world" / f"{task}.{hops}.{split}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; give --examples a file of JSON lines (README)")
