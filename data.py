@@ -787,7 +787,7 @@ def read_examples(path, task) -> list:
 
 # ---------------------------------------------------------------- finding the mentions of a text
 
-# Finds words and punctuation marks, and single characters in Chinese and Japanese (no spaces).
+# Finds words, punctuation marks, and single characters of Chinese and Japanese (no spaces there).
 WORDS = pre_tokenizers.Split(
     Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
           r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
@@ -891,7 +891,7 @@ def sync_folder(path):
         os.close(folder)
 
 def link(source, target):
-    """Makes `target` a hard link to `source` or, if that fails, a copy. Replaces a `target`."""
+    """Makes `target` a hard link to `source`, or a copy if that fails. Replaces an old `target`."""
     Path(target).unlink(missing_ok=True)        # a killed command may have left it
     try:
         os.link(source, target)
@@ -1301,7 +1301,7 @@ def page_kind(page, text) -> tuple:
     return title, "article", text
 
 def canonical(title):
-    """A title as MediaWiki stores it: "_" is a space, the first letter a capital, no "#section"."""
+    """A title as MediaWiki shows it: "_" is a space, the first letter a capital, no "#section"."""
     title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
     first = title[:1].upper()
     return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital

@@ -173,7 +173,7 @@ def sources_of(opened, found, m, n=3, entity=None):
 
 def masked_mention_figures(run, tome, memory, n=1000):
     """The keys "masked_mention" and "same_entity_mass" of eval.py --json, {group: cell} each. A
-    cell is {name: figure}, from at most n held-out mentions of a group (null if it has none).
+    cell is {name: figure}, from at most n held-out mentions of a group (without any: null figures).
 
     The figures are those of train.masked_mentions. Except for a baseline, "masked_mention" also has
     the controls, the "gain" ([mean, low, high]: its mean over mentions, and its 95% interval or
@@ -224,7 +224,7 @@ def toy_figures(run, tome, memory, task):
 def figures_of(run, tome, memory, task, examples):
     """A cell: {name of a figure: its mean over these examples}, "interval" ({name: 95% interval})
     and "n". Figures: accuracies with the memory and with the controls that the examples allow and,
-    for questions, recall@20 (also BM25's) and "answer_is_entity" (others cannot be answered)."""
+    for questions, recall@20 (also BM25's) and "answer_is_entity" (no other answer can be given)."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)

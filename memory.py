@@ -79,7 +79,7 @@ class OwnValues:
         return Retrieved(None, None, None, query.new_ones(len(query), 1), self.values)
 
 class EntityTable(nn.Module):
-    """Entities as Experts (Févry et al. 2020), the paper's closest baseline: a trained key and
+    """Entities as Experts (Févry et al. 2020), a primary baseline of the paper: a trained key and
     value per entity, not per mention. (With a single vector for both, as in the original, the model
     learned less here.) With --memory none, only eq. 10 uses it. For an entity that training never
     names, the table can only learn that this entity is never the answer. Row 0: no entity."""

@@ -274,9 +274,9 @@ class BatchTOMEStage:
         self.model.train()
 
     def evaluate(self):
-        """masked_mentions over a small memory, for speed: as in stage tome, it is made from the
-        unmasked text and searched. Before the fit, retrieval is random. The head of eq. 10 is not
-        trained in this stage (the fit may set it), so "entity" and "recall@20" mean little."""
+        """masked_mentions over a small memory, for speed. As in stage tome, this memory is made
+        from unmasked text and searched. Before the fit, retrieval is random. The head of eq. 10 is
+        not trained in this stage (the fit may set it): "entity" and "recall@20" mean little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -1475,7 +1475,7 @@ def append_corpus(run, file, part, replace_articles, appended):
     make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
-    """Appends a line to log.jsonl. After a crash a step can occur twice, with equal values."""
+    """Appends a line to log.jsonl. After a crash a step can recur, equal except for "seconds"."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
