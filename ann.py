@@ -9,7 +9,7 @@
 
 All searches return scores in descending order, and ties in ascending order of id. They exclude keys
 from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
-fewer than k keys remain, the rest have score -inf and id -1. Keys may be float32, float16 or
+fewer than k keys remain, empty places have score -inf and id -1. Keys may be float32, float16 or
 bfloat16, and may be numpy memory maps; scores are float32. Only those of plain_topk have gradients.
 
 The functions for several processes also work in a single one without a process group."""

@@ -6,7 +6,7 @@ The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app.
     corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
     Corpus, passage numbers --corpus_batch--> Batch --mask_batch--> masked Batch
 
-Shapes: a batch has B passages (rows) of T tokens, of which L are to be predicted. The M mentions of
+Shapes: a batch has B passages (rows) of T tokens, and in all L tokens to predict. The M mentions of
 the whole batch are in flat arrays. The corpus has E entities, where entity 0 means "none". A
 passage of n tokens with m mentions takes n + 2m + 2 positions:
 
@@ -97,7 +97,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 # A Corpus (the class is below, after "Set apart") has P passages and M mentions (here of the
 # corpus, not of a batch). passage(p) returns a Passage, whose `index` contains the corpus numbers
 # of its mentions. passage_entities(p) returns the entity numbers of these mentions, and
-# passage_of(mentions) the passage number of each given mention (corpus numbers).
+# passage_of(mentions) the passage numbers of mentions that are given by their corpus numbers.
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
 #   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
@@ -117,7 +117,7 @@ MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 
 @dataclass
 class Batch:
-    """B rows of T tokens, L of them to predict, and the M mentions of all rows."""
+    """B rows of T tokens; L tokens to predict and M mentions in all rows together."""
     tokens: torch.Tensor            # (B, T) what the model reads, after any masking
     unmasked: torch.Tensor          # (B, T) the same before masking
     attention_mask: torch.Tensor    # (B, T) bool, True = token, False = padding
@@ -209,13 +209,13 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
 def eval_batch(corpus, mentions) -> Batch:
     """One row per corpus mention: its passage, in which all tokens of this mention are [MASK]."""
     batch = corpus_batch(corpus, corpus.passage_of(mentions))
-    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) one per row
+    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,), B true
     is_target = torch.from_numpy(np.isin(inside_mentions(batch), np.flatnonzero(asked)))
     tokens = batch.unmasked.masked_fill(is_target, corpus.special[MASK])
     return replace(batch, tokens=tokens, is_target=is_target)
 
 def eval_mentions(corpus) -> np.ndarray:
-    """Numbers of held-out mentions that can be filled in from memory, but not from their passage.
+    """Numbers of held-out mentions that can be filled in from the memory, not from their passage.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
     the mention's own passage. Mentions of the article's title are left out: filling one in means
@@ -673,7 +673,7 @@ def is_out_of_memory(error) -> bool:
 
 @contextmanager
 def intact(path, what="is damaged", remedy="remove it to train this stage again"):
-    """Turns any error about a file into a UserError that says what is wrong and what to do."""
+    """Turns errors about a file into a UserError that says what is wrong and what to do."""
     try:
         yield
     except (UserError, PermissionError):

@@ -67,7 +67,7 @@ class Settings:
     """The settings of a run, except the model's (encoder.Config). Each except the schedule is a
     flag, such as --passage-length. Defaults are the paper's values where it gives them (app. A,
     B.1)."""
-    passage_length: int = setting(128, (8, 10**6), "tokens of text per passage", "corpus")
+    passage_length: int = setting(128, (8, 10**6), "maximum tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
     unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
@@ -148,8 +148,8 @@ class Plan(Schedule):
 
 def endless(order):
     """Returns at(step, n), the `items` of a stage: n items for a step, taken from the concatenation
-    of order(0), order(1), … order(epoch) is an array, always of the same length. The items depend
-    only on the step and n, so a checkpoint contains no position in the data."""
+    of order(0), order(1) and so on. Each order(epoch) is an array of the same length. The items
+    depend only on the step and n, so a checkpoint contains no position in the data."""
     order = lru_cache(maxsize=3)(order)     # epoch 0, for its length, and the step's epochs
     def at(step, n):
         length = len(order(0))
@@ -1527,7 +1527,7 @@ def signals_to(handler):
 def fast_matmul():
     """Speeds up float32 products on processors without AMX. The setting "bf16" selects oneDNN,
     which on AMD is faster than MKL and, without AMX, still computes in float32. If a test product
-    is inexact, the setting is undone. Bit-identical runs all have to call this function."""
+    is inexact, the setting is undone. For bit-identical results, all runs must call it."""
     # oneDNN caches the code that it compiles for each shape of a product. Batches have many shapes,
     # and with the default limit of 1,024 the cache takes gigabytes.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
