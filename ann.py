@@ -284,7 +284,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
-        expected = k * n_read / N       # of the k best among the keys read; rank adds a margin, 4σ
+        expected = k * n_read / N       # how many of the k best are read; rank adds a margin, 4σ
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
         maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
         if start == 0:          # the rank-th best maximum is at most the rank-th best score

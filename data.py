@@ -980,7 +980,7 @@ def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=strip_accents)       # strip_accents None: as lowercase
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)       # "port ##o" is read as "porto"
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)       # decodes "port ##o" as "porto"
     return tokenizer
 
 def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
@@ -1410,7 +1410,7 @@ def write_corpus(out, articles, counts, redirects={}) -> Counter:
     def article_of(link):
         """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
-        for _ in range(5):                                  # a longer chain must be a cycle
+        for _ in range(5):                                  # a longer chain is taken for a cycle
             title = redirects.get(title, title)
         if title in redirects or NO_ARTICLE.match(title):
             title = ""

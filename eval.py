@@ -3,7 +3,7 @@
     python eval.py                                          the report on runs/toy
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
-Accuracy is the fraction of masked tokens predicted correctly (in train.py's output "tokens") or,
+Accuracy is the fraction of masked tokens predicted correctly ("tokens" in train.py's output) or,
 for a fine-tuned model, of questions or claims. Accuracy alone says little about a memory. So,
 alongside the accuracy with the memory ("memory"), the report gives these controls:
 
@@ -74,7 +74,7 @@ def open_run(out, task=None, blocks=1, device=None, n_search=0, fraction=1.0):
     """Opens a run folder. Returns an Opened, the first argument of ask, encode and search.
 
     task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
-    TOME-1, 2 for TOME-2. device: "cpu" or "cuda", by default a GPU if there is one. n_search: how
+    TOME-1, 2 for TOME-2. device: "cpu", "cuda" or "mps" (default: as --device). n_search: how
     many buckets of the memory to search, 0 for exact search. fraction: the share of the memory's
     passages to keep. Raises data.UserError."""
     run, tome, memory = train.open_run(out, task, blocks, device, n_search)
@@ -514,7 +514,7 @@ def parse_arguments(argv):
     add("--memory-fraction", type=float, default=1.0, metavar="F", help="share of memory to keep")
     add("--n-search", type=data.at_least(0), default=0, metavar="N",
         help="search N buckets (default: 0, exact search)")
-    add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if there is a GPU")
+    add("--device", choices=("cpu", "cuda", "mps"), help="default: cuda if found, else cpu")
     add("--plot", metavar="FILE.png", help="draw training, and accuracy against memory size; with "
         "--show or --ask, what the mentions retrieve")
     add = parser.add_mutually_exclusive_group().add_argument

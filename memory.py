@@ -13,7 +13,7 @@ works), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same
 which returns a Retrieved. Only searches use its arguments k and k_shard. M mentions attend to N
 rows, and each mention retrieves K rows: usually the k best, or all N of a small memory. A row is
 also called a memory. With several processes, each holds N rows of a MentionMemory, and ids number
-the rows of all processes. data.Batch lists what a batch contains; for a corpus, see above it."""
+the rows of all processes. The comments at data.Batch list what a corpus and a batch contain."""
 import copy
 import shutil
 from pathlib import Path

@@ -588,7 +588,7 @@ def open_memories(run, tome, n_search, fraction=1.0):
 class MaskedMention(NamedTuple):
     """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
     the weight that the last memory layer gives to memories of the mention's own entity. is_named
-    and is_recalled exclude the entities of the visible mentions."""
+    and is_recalled exclude visible mentions' entities, never the answer (data.eval_mentions)."""
     group: str              # one of GROUPS
     n_tokens: int           # masked tokens
     n_correct: int          # … predicted correctly
@@ -986,7 +986,7 @@ def check_values(values):
 #   world/ corpus/      the toy world's files; the tokenised corpus
 #   batch-tome.pt       a stage, finished or not; also tome-1.pt, qa-2.pt, … (TOME-1, TOME-2)
 #   memory/             keys and values of all linked mentions
-#   appended-0001/      corpus/ and memory/ after --append; the highest number is in use
+#   appended-0001/      corpus/ and memory/ after --append; eval.py uses the highest number
 #   log.jsonl           losses and evaluations
 #
 # A file is written under a temporary name and renamed, and a folder is built as NAME.part. So a
@@ -1549,8 +1549,8 @@ def say(text, file=None):
 def say_figures(figures, place=""):
     """Prints `place` (stage and step) and figures as one aligned line, if there are any figures.
     The mean losses come first. Then come "tokens" and "attention" of masked_mentions in percent,
-    each for seen/unseen entities, or in fine-tuning the accuracy on dev examples. log.jsonl has all
-    figures."""
+    each for seen/unseen entities, or in fine-tuning the accuracy on dev examples.
+    Training.evaluate also writes all figures to log.jsonl; the fit does not."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
@@ -1612,11 +1612,11 @@ def options(f):
     return {"type": kind, "metavar": kind.__name__.upper(), "help": f.metadata["help"]}
 
 PATH = {"type": os.path.abspath, "metavar": "PATH"}
-ARGUMENTS = {       # flags that are not settings, in groups, with their arguments of add_argument
+ARGUMENTS = {       # flags that are not settings, in groups, with their arguments for add_argument
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
-        "device": {"choices": ("cpu", "cuda", "mps"), "help": "default: cuda if there is a GPU"},
+        "device": {"choices": ("cpu", "cuda", "mps"), "help": "default: cuda if found, else cpu"},
         "quiet": {"action": "store_true", "help": "no report at the end"}},
     "a new run; in an existing folder these may be left out": {
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
@@ -1698,7 +1698,7 @@ def report(args, plan):
     if plan.n_search:
         flags.append(f"--n-search={plan.n_search}")
     if ann.rank_and_size()[1] > 1:
-        say(f"Finished. For the report run python eval.py {' '.join(flags)}")
+        say(f"Finished. For the report, run python eval.py {' '.join(flags)}")
         return 0
     sys.stdout.flush()
     torch.cuda.empty_cache()            # makes room for eval.py

@@ -142,10 +142,14 @@ def pretrained(out, name, seed):
 
 @once
 def finetuned(out, name, seed, task, hops):
-    """The folder of a run fine-tuned on examples about one fact, or about one and two."""
+    """The folder of a run fine-tuned on examples about one fact, or about one and two. TOME-2, the
+    baselines and all runs on two facts have the steps of TOME-2, the other runs fewer."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
+    is_long = hops == TWO or name in ("tome-2", "no-memory", "entities-as-experts")
+    schedules = training.PRESETS["toy"]["schedule"]
+    steps = schedules.get(f"{task}-2" if is_long else task, schedules[task]).steps
     return train(out / f"{name}-{seed}-{task}-{hops}", "--stage", "finetune", "--task", task,
-                 "--from", base, *blocks(name), "--examples",
+                 "--from", base, *blocks(name), "--steps", steps, "--examples",
                  world(out, seed) / f"{examples}.train.jsonl")
 
 # ---------------------------------------------------------------------------------------- tables
