@@ -105,7 +105,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 #   mention_char (M, 2)         character offsets in the text
 #   article, held_out (P,)      index into titles; whether the passage is kept out of training
 #   replaced (P,)               whether an appended article replaces the passage's own (--replace)
-#   text (bytes,), text_at (P, 2)       all texts in UTF-8; start and end of each passage's text
+#   text (bytes,), text_at (P, 2)       all texts in UTF-8; bounds of the text a passage is cut from
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
 #   entity_count (E,)           number of linked mentions of each entity in training passages
 #   tokenizer, special, vocab_size      the tokenizer; the ids of its special tokens; its size
@@ -459,8 +459,8 @@ def toy_line(key, sentences, **others) -> dict:
     return {key: text, "mentions": mentions, **others}
 
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
-    """The lines of a world, with five passages per subject (see above). With three facts, they
-    contain 1, 2, 3, 3 and 3 of them, with two facts 1, 1, 2, 2 and 2. described: facts that are
+    """The lines of a world, with five passages per subject (see above). They contain 1, 2, 3, 3 and
+    3 facts if the subject has three, and 1, 1, 2, 2 and 2 if it has two. described: facts that are
     described in one passage, never a held-out one. split: "train", of which 5% is then held out, or
     "held_out"."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
@@ -590,7 +590,7 @@ RELATIONS = {
         ["In which city was S filmed?", "Where was the film S made?"]),
 }
 
-# Generic sentences about a description, "S's N". Questions occur too, as in the examples.
+# Generic sentences about a description, "S's N". Some are questions, like many of the examples.
 REMARKS = [
     "S's N is well known.", "Many talk about S's N.", "Who has heard of S's N?",
     "Much was written about S's N.", "In the paper one reads about S's N.", "Is S's N not famous?",
@@ -698,7 +698,7 @@ def open_bytes(path):
 
 def open_text(path, errors="strict") -> Iterator[str]:
     """The lines of a UTF-8 file, plain or gzipped (whatever its name). Removes a byte-order mark.
-    Raises UserError if it is truncated or, unless errors="surrogateescape", not UTF-8."""
+    Raises UserError if the file is truncated or, unless errors="surrogateescape", not UTF-8."""
     with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         lines = TextIOWrapper(file, "utf-8-sig", errors, newline="\n")
@@ -732,7 +732,7 @@ def fields(where, record, **allowed) -> list:
     where: a prefix for their names in errors, such as "mentions[0].". Raises ValueError "field:
     reason"."""
     if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the line'}: not a JSON object; give one per line")
+        raise ValueError(f"{where.rstrip('.') or 'the record'}: must be a JSON object")
     for name, kinds in allowed.items():
         value = record.get(name)
         kind = type(value)                                      # isinstance(True, int) is true
@@ -787,7 +787,7 @@ def read_examples(path, task) -> list:
 
 # ---------------------------------------------------------------- finding the mentions of a text
 
-# Finds words, punctuation marks, and single characters of Chinese and Japanese (no spaces there).
+# Finds words, punctuation marks, and single characters of Chinese and Japanese, which lack spaces.
 WORDS = pre_tokenizers.Split(
     Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
           r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
@@ -1516,7 +1516,7 @@ def kilt(path, out) -> Counter:
 
 # ---------------------------------------------------------------- the published task files
 
-# A file of another task lacks the fields that are read here, which is an error. Gold evidence is
+# A file of another task has different fields or values, so it is refused. Gold evidence is
 # not used (§4.3). CLAIM_TASKS: a claim's text field, and {label in the file: one of CLAIM_LABELS}.
 SAME = {label: label for label in CLAIM_LABELS}
 CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),

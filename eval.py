@@ -176,9 +176,9 @@ def masked_mention_figures(run, tome, memory, n=1000):
     cell is {name: figure}, from at most n held-out mentions of a group (without any: null figures).
 
     The figures are those of train.masked_mentions. Except for a baseline, "masked_mention" also has
-    the controls, the "gain" ([mean, low, high]: its mean over mentions, and its 95% interval or
-    nulls), and the fractions of mentions whose entity is first, or in the first 20, in BM25's
-    vote (bm25_ranks)."""
+    the controls, the "gain" (memory minus emptied: [mean over mentions, low, high], with the 95%
+    interval or nulls), and the fractions of mentions whose entity is first, or in the first 20, in
+    BM25's vote (bm25_ranks)."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
@@ -224,7 +224,7 @@ def toy_figures(run, tome, memory, task):
 def figures_of(run, tome, memory, task, examples):
     """A cell: {name of a figure: its mean over these examples}, "interval" ({name: 95% interval})
     and "n". Figures: accuracies with the memory and with the controls that the examples allow and,
-    for questions, recall@20 (also BM25's) and "answer_is_entity" (no other answer can be given)."""
+    for questions, recall@20 (also BM25's) and "answer_is_entity" (only entities can be answers)."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)
@@ -444,7 +444,7 @@ def report(opened, args):
         train.say("\n" + textwrap.fill(LEGENDS[task], 80))
 
 def table_row(cell):
-    """A cell as {column: text}. Column "95%" is the interval of the gain, otherwise of "memory"."""
+    """A cell as {column: text}. "95%" is the interval of "gain" or, without a gain, of "memory"."""
     row, intervals = {}, cell.get("interval", {})
     for name, value in cell.items():
         if isinstance(value, float):                # not "gain", "interval" or "n"

@@ -262,7 +262,7 @@ class GivenMemory:
         if not self.others_search:
             return given
         self.found = memory.retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0             # so what its search found is removed
+        is_given = self.wanted[:, None] > 0     # true: what the mention's search found is removed
         searched = [x.masked_fill(is_given, empty)
                     for x, empty in zip(self.found, (-torch.inf, -1, 0))]
         return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))

@@ -69,8 +69,8 @@ class Settings:
     B.1)."""
     passage_length: int = setting(128, (8, 10**6), "maximum tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
-    vocab: int = setting(30522, (200, 10**6), "size of the vocabulary (without --init)", "corpus")
-    unseen: float = setting(0.0, (0, 0.9), "fraction of entities only in held-out text", "corpus")
+    vocab: int = setting(30522, (200, 10**6), "maximum vocabulary size, without --init", "corpus")
+    unseen: float = setting(0.0, (0, 0.9), "fraction of entities to keep out of training", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
@@ -353,7 +353,7 @@ class FinetuneStage:
         self.cloze_items = epochs_of(run, 5, len(self.clozes))
 
     def next_batch(self, step):
-        """Examples, followed by the same number of clozes."""
+        """Examples and, if the task is claims, the same number of clozes."""
         chosen = [self.training[i] for i in self.items(step, self.plan.batch)]
         if self.clozes:
             chosen += [self.clozes[i] for i in self.cloze_items(step, self.plan.batch)]

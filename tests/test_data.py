@@ -69,15 +69,15 @@ def toy():
 
 GOOD = line("Rome is old", (0, 4, "Rome"))
 BAD_LINES = {
-    "{": "not JSON", '{"title": "a"} {}': "not JSON", "7": "not a JSON object", "null": "not a JSON",
-    "[1]": "not a JSON object; give one per line", "<html>": "write one object per line",
+    "{": "not JSON", '{"title": "a"} {}': "not JSON", "7": "the record: must be a JSON object", "null": "must be a JSON object",
+    "[1]": "must be a JSON object", "<html>": "write one object per line",
     '{"a":' * 100_000: "not JSON", "[" * 100_000: "not JSON",
     '{"text": "a", "mentions": []}': "title: must be a string, but is missing (the record has text, mentions)",
     '{"title": 3, "text": "a", "mentions": []}': "title: must be a string, not 3",
     '{"title": "a", "mentions": []}': "text: must be a string, but is missing",
     '{"title": "a", "text": null, "mentions": []}': "text: must be a string, not None",
     '{"title": "a", "text": "b", "mentions": {}}': "mentions: must be a list, not {}",
-    '{"title": "a", "text": "b", "mentions": [1]}': "mentions[0]: not a JSON object",
+    '{"title": "a", "text": "b", "mentions": [1]}': "mentions[0]: must be a JSON object",
     '{"title": "a", "text": "\\ud800", "mentions": []}': "surrogate",
     '{"title": "a", "text": "b", "mentions": [], "split": "dev"}':
         "split: must be 'train' or 'held_out' or null, not 'dev'",
