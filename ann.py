@@ -279,8 +279,8 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     (k / 2)-th best score. The first tile sets the bar. It is raised when too many scores are above
     it; a guessed bar is also raised once after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
-    # Enough keys for a good guess (about 8 of the k best), but less than 32 MB of scores: malloc
-    # returns larger buffers to the system, and getting new ones takes as long as filling them.
+    # Enough keys for a good guess (about 8 of the k best), but below 32 MB of scores, if k allows:
+    # malloc returns larger buffers to the system, and new ones take as long as filling them.
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)

@@ -732,12 +732,14 @@ def fields(where, record, **allowed) -> list:
     where: a prefix for their names in errors, such as "mentions[0].". Raises ValueError "field:
     reason"."""
     if type(record) is not dict:
-        raise ValueError(f"{where.rstrip('.') or 'the record'}: must be a JSON object")
+        advice = "" if where else " (write one per line)"
+        raise ValueError(f"{where.rstrip('.') or 'the record'}: must be a JSON object{advice}")
     for name, kinds in allowed.items():
         value = record.get(name)
         kind = type(value)                                      # isinstance(True, int) is true
-        if list[str] in kinds and kind is list and all(type(item) is str for item in value):
-            kind = list[str]
+        if list[str] in kinds and kind is list:
+            others = [item for item in value if type(item) is not str]
+            kind, value = list if others else list[str], others
         if value not in kinds and kind not in kinds:
             wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
             found = f"not {value!r:.40}"
@@ -938,8 +940,8 @@ def write_json(path, value):
     """Writes a dictionary of plain values as JSON, with write_file."""
     write_file(path, lambda file: file.write((json.dumps(value, indent=1) + "\n").encode()))
 
-def read_json(path) -> dict:
-    """Reads what write_json wrote."""
+def read_json(path):
+    """The value in a JSON file."""
     return json.loads(Path(path).read_bytes())
 
 def checksum(path) -> int:
@@ -1558,8 +1560,7 @@ def published_examples(path, name) -> list:
             record = json.loads(record) if isinstance(record, str) else record
             examples.append(published_example(record, name))
     except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: record {n}: {error}; is this a labelled {name} file (the "
-                        "official test files are not)?") from error
+        raise UserError(f"{path}: record {n}: {error}; is this a labelled {name} file?") from error
     return examples
 
 def answer_key(name):

@@ -239,6 +239,33 @@ def test_over_the_whole_memory_both_removal_rules_agree_and_match_their_output()
         assert ids[:n].tolist() == their_ids[~disallowed].tolist() and (ids[n:] == -1).all()
         same_forward("memory attention", weights[:n], their_weights[~disallowed])
 
+@pytest.mark.parametrize("case", ["no_positive", "no_negative"])
+def test_coreference_loss_is_zero_and_finite_if_there_is_no_positive_or_no_negative(case):
+    z = golden("coreference")
+    encodings = z["in/mention_encodings"].requires_grad_()
+    loss = coreference_loss(encodings, z[f"{case}/in_ids"].long(), z["in/mention_batch_positions"].long())
+    assert loss == z[f"{case}/loss_sum"] == 0
+    loss.backward()
+    assert not encodings.grad.any()
+
+def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss_but_not_in_theirs():
+    z = golden("coreference")
+    encodings, passage = z["in/mention_encodings"], z["in/mention_batch_positions"].long()
+    entity = torch.full_like(passage, 7)
+    entity[0] = 9                                       # so the sevens of passage 0 have no negative elsewhere
+    e, p, scores = entity.tolist(), passage.tolist(), (encodings.double() @ encodings.double().T).tolist()
+    sums, with_positive, with_both = 0.0, 0, 0          # the public code's rule, a pair at a time
+    for i in range(18):
+        positives = [scores[i][j] for j in range(18) if p[i] != p[j] and e[i] == e[j]]
+        negatives = [scores[i][j] for j in range(18) if p[i] != p[j] and e[i] != e[j]]
+        with_positive += bool(positives)
+        if positives and negatives:
+            with_both += 1
+            sums += np.mean([np.logaddexp.reduce([s, *negatives]) - s for s in positives])
+    assert 0 < with_both < with_positive
+    same_forward("coreference loss", coreference_loss(encodings, entity, passage),
+                 torch.tensor(sums / with_positive, dtype=torch.float32))
+
 # ---- Two processes, each with its shard of the memory and its own passages
 
 def coreference_of_two_devices():
