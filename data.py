@@ -738,8 +738,8 @@ def fields(where, record, **allowed) -> list:
         value = record.get(name)
         kind = type(value)                                      # isinstance(True, int) is true
         if list[str] in kinds and kind is list:
-            others = [item for item in value if type(item) is not str]
-            kind, value = list if others else list[str], others
+            value = [item for item in value if type(item) is not str]       # for the error
+            kind = list if value else list[str]
         if value not in kinds and kind not in kinds:
             wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
             found = f"not {value!r:.40}"
@@ -1352,8 +1352,9 @@ def prose(section) -> str:
         shown = " ".join(str(link.text or target.lstrip(":")).split())
         link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
     text = code.strip_code(collapse=False, keep_template_params=True)
-    text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
-                              if not GAP.search(sentence)) for line in text.split("\n"))
+    if GAP.search(text):        # rare; splitting every text would take time
+        text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
+                                  if not GAP.search(sentence)) for line in text.split("\n"))
     text = text.replace("\x04", "")
     for pattern, new in TIDY:
         text = re.sub(pattern, new, text, flags=re.M)

@@ -268,6 +268,7 @@ class GivenMemory:
         return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))
 
 # ==== Set apart: files ============================================================================
+
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
     """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
     processes call it and divide the shards among themselves. made_from: checksums {"corpus": …,

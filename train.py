@@ -672,7 +672,8 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
         attention = (last.weights * (last.entity == batch.entity[:, None])).sum(-1)
     counted = ~masked & (batch.entity > 0) & is_elsewhere[batch.entity]
     visible = [[] for _ in mentions]
-    for row, e, mass in zip(*(x[counted].tolist() for x in (batch.row, batch.entity, attention))):
+    rows, entities, masses = (x[counted].tolist() for x in (batch.row, batch.entity, attention))
+    for row, e, mass in zip(rows, entities, masses):
         visible[row].append((run.entity_group[e], mass))
     columns = (batch.is_target.sum(1), is_correct.sum(1), is_named, is_recalled, attention[masked])
     columns = [column.tolist() for column in columns]       # in the order of MaskedMention's fields
@@ -1549,8 +1550,8 @@ def say(text, file=None):
 def say_figures(figures, place=""):
     """Prints `place` (stage and step) and figures as one aligned line, if there are any figures.
     The mean losses come first. Then come "tokens" and "attention" of masked_mentions in percent,
-    each for seen/unseen entities, or in fine-tuning the accuracy on dev examples.
-    Training.evaluate also writes all figures to log.jsonl; the fit does not."""
+    each for seen/unseen entities, or in fine-tuning the accuracy on dev examples. Training.evaluate
+    also writes all figures to log.jsonl; the fit does not."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
