@@ -662,7 +662,7 @@ TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py chec
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 26             # version of the files in a run folder; others are refused
+FORMAT = 27             # version of the files in a run folder; others are refused
 
 class UserError(Exception):
     """Something is wrong with what the user gave; the message is a sentence for a person."""

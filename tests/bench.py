@@ -49,12 +49,14 @@ def row(what, times, **more):
     print("| " + " | ".join([what, *cells]) + " |", flush=True)
 
 def race(turns, functions):
-    """Calls each function once to warm up, then `turns` times in turn: {name: shortest time}, {name: its result}."""
+    """Calls each function in turn, `turns` times: {name: shortest time}, {name: its result}. Each timed call follows
+    an untimed one, since a contender leaves the caches cold and its threads spinning for a while."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
-            time.sleep(0.05)            # threads of the last contender may still spin, waiting for work
+            time.sleep(0.05)
+            function()
             start = time.perf_counter()
             function()
             if torch.cuda.is_available():
