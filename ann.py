@@ -261,7 +261,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
     if k < N and Q * N <= FEW_SCORES:
-        # torch.topk returns ties in any order, so its result counts only if k + 1 scores differ.
+        # torch.topk returns ties in any order, so its result counts only if there are none.
         best = allowed_scores(queries, keys, query_passage, key_passage).topk(k + 1)
         if best.values.isfinite().all() and (best.values.diff() < 0).all():
             return best.values[:, :k], best.indices[:, :k]
@@ -280,7 +280,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     it; a guessed bar is also raised once after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
     # Enough keys for a good guess (about 8 of the k best), but below 32 MB of scores, if k allows:
-    # malloc returns larger buffers to the system, and new ones take as long as filling them.
+    # malloc returns larger buffers to the system, and getting one takes as long as filling it.
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)

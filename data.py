@@ -840,7 +840,7 @@ def mention_finder(names):
         import spacy
         pipeline = spacy.load("en_core_web_sm", exclude=["ner", "lemmatizer"])
     except Exception:               # mismatched parts of spaCy can raise any error
-        how = "entity names (no spaCy with en_core_web_sm)"
+        how = "entity names (spaCy with en_core_web_sm could not be loaded)"
         return how, lambda text: find_mentions(text, index)
 
     def noun_chunks(text):
@@ -1330,7 +1330,8 @@ def template_text(template) -> str:
     values = [first.strip(), *values] if first else values              # {{formatnum:1000}}
     if name in ("convert", "cvt"):
         quantity = QUANTITY.match("|".join(values))
-        return quantity[0].replace("|e6", "| million ").replace("|", " ") if quantity else "\x04"
+        printed = quantity and quantity[0].replace("|e6", "| million ")     # "5|e6km2"
+        return printed.replace("|", " ") if quantity else "\x04"
     try:
         return PRINTED[name].format(*values, last=values[-1] if values else "")
     except LookupError:                     # an unknown template, or too few arguments
@@ -1458,7 +1459,8 @@ def names_for(shown, entity) -> list:
     return [base, shown] if is_family_name else [base]
 
 # Applied to the text around a name, in which "\x01", the name's first letter and "\x01" replace the
-# name. A match means that it is only a part of "dog-like", "North Karovia" or "Karovia Airways".
+# name. A match means that it may be only a part of "dog-like", "North Karovia" or "Karovia
+# Airways". ("In Karovia" at the start of a sentence matches as well, so this mention is lost.)
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
@@ -1467,7 +1469,8 @@ def extend_mentions(title, paragraphs) -> Iterator[tuple]:
     The page's own title is linked everywhere. The names that names_for gives for a link are linked
     after it. But a part of a title, such as "Einstein", is linked only if it never occurs before
     its link. A name that two entities share is linked only if the page is about one of them."""
-    is_noun = title[1:].islower() and "(" not in title      # "Anarchism", but not "Karovia Airways"
+    # "Anarchism", but also "Karovia": a title does not tell whether its only word is a name.
+    is_noun = title[1:].islower() and "(" not in title
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
     for p, (text, mentions) in enumerate(paragraphs):
@@ -1556,7 +1559,7 @@ def published_examples(path, name) -> list:
         except ValueError:
             records = [line for line in text.split("\n") if line.strip()]
         if isinstance(records, dict):
-            records = records.get("Data", [records])        # without "Data": JSON lines, one line
+            records = records.get("Data", [records])    # without "Data": JSON lines, but only one
         for n, record in enumerate(records, 1):
             record = json.loads(record) if isinstance(record, str) else record
             examples.append(published_example(record, name))

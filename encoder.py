@@ -136,7 +136,7 @@ class Packing:
     Only attention needs to know which passage a token belongs to, so the other layers work on n
     rows: one per token, and a little padding to make n a multiple of 128, because oneDNN (PyTorch's
     library for CPUs) compiles code for each new n. (x.flatten(0, 1) and its inverse would give the
-    same results, but would also compute all padding, often a third of a batch.)"""
+    same results, but the layers would also process all padding, often a third of a batch.)"""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
@@ -345,7 +345,7 @@ def load_tensors(file):
         from safetensors.torch import load_file         # optional; ImportError names it
         return load_file(file)
     try:
-        with torch.sparse.check_sparse_tensor_invariants():
+        with torch.sparse.check_sparse_tensor_invariants():     # a forged index could crash
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:                    # its message is long; keep the reason
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -385,8 +385,8 @@ def check_tokenizer(folder, tokenizer):
 
 def read_flax(file, config):
     """(config, places, tensors) of a BATCH-TOME or TOME from a MessagePack file: nested maps whose
-    leaves are [shape, type, bytes]. A file weights/step<N> contains the encoder; checkpoint_<N>
-    also contains heads, and the optimizer's state, which is ignored."""
+    leaves are [shape, type, bytes], packed in turn. A file weights/step<N> contains the encoder;
+    checkpoint_<N> also contains heads, and the optimizer's state, which is ignored."""
     import msgpack                                      # optional; ImportError names it
     tree = msgpack.unpackb(file.read_bytes())
     tree = tree.get("params", {"encoder": tree})

@@ -418,7 +418,7 @@ def report(opened, args):
     """Prints the figures, as JSON or as a table with its legend."""
     run, tome, memory, task = opened
     if task and not args.examples and not run.is_toy:
-        advice = f"no figures: give --task {task} --examples FILE"
+        advice = f"there are no examples to evaluate; give --task {task} --examples FILE"
         if args.json:
             raise data.UserError(advice)
         train.say(advice)                   # not an error: training ends with this report

@@ -146,7 +146,7 @@ class MentionMemory:
         return other
 
     def select(self, keep):
-        """The memory with only the rows where keep (N,) is true; without a copy if all are."""
+        """The memory with only the rows where keep (N,) is true; if it is everywhere, no copy."""
         if keep.all():
             return self
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})

@@ -141,7 +141,7 @@ def coreference_loss(z, entity, passage):
     with the linked mentions in other passages, of all processes. Mentions of its entity are
     positives, all others negatives. Its loss is the mean, over its positives, of the cross-entropy
     of each positive against all negatives; the result is the mean over mentions with a positive.
-    (The public code and the appendix's text do so; the appendix's formula sums inside the log.)"""
+    (So say the public code and the appendix's text; the appendix's formula sums inside the log.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -228,7 +228,8 @@ def fit_retrieval(model, batches, self_score=20.0):
 
 def linked_spans(model, batches):
     """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 (for queries)
-    and H (for z) of the masked text, and H of the unmasked text (for keys), without a memory."""
+    and H (for z) of the masked text, and H of the unmasked text (for keys). None uses a memory,
+    which would retrieve nothing useful yet; stage tome then trains z on H with a memory."""
     rows = []
     for batch in batches:
         H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)

@@ -96,8 +96,9 @@ class Settings:
                                     "below the memory, in fine-tuning and with --init")
     linking_weight: float = setting(0.0, (0, 1), "weight, in stage tome, of entity prediction from "
                                     "the last memory layer's queries", "tome")
-    teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of steps in which all "
-                                           "mentions are given memories of their entity", "tome")
+    teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of stage tome's steps in "
+                                           "which all linked mentions are given memories of their "
+                                           "entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity in the other steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
@@ -141,7 +142,7 @@ class Plan(Schedule):
 #
 # `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
 # run.device, run.entity_group (E,) of GROUPS, run.is_toy, run.is_baseline. Its Configs are
-# run.config and run.batch_tome_config, with one memory layer.
+# run.config and, for BATCH-TOME with its one memory layer, run.batch_tome_config.
 
 def endless(order):
     """Returns at(step, n), the `items` of a stage: n items for a step, taken from the concatenation
@@ -241,7 +242,8 @@ class BatchTOMEStage:
         points (app. B.5).
 
         Before the fit, coreference is applied to H without a memory, from which keys are made, and
-        to H0, from which queries are made. A masked mention thus encodes its entity in H0."""
+        to H0, from which queries are made. So both encode what identifies the entity; in H0 of a
+        masked mention this is what the passage says, which related passages say as well."""
         model, before_fit = self.model, step < self.fit_step
         H0, alone, H, _ = model(batch, own_values=before_fit)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
@@ -273,7 +275,7 @@ class BatchTOMEStage:
     def evaluate(self):
         """masked_mentions over a small memory, for speed. As in stage tome, this memory is made
         from unmasked text and searched. Before the fit, retrieval is random. The head of eq. 10 is
-        not trained in this stage (the fit may set it): "entity" and "recall@20" mean little."""
+        not trained in this stage (the fit may set it), so "entity" and "recall@20" mean little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -317,7 +319,8 @@ class TOMEStage:
         prediction = entity_prediction_loss(found.scores, found.entity, asked_entity[asked])
         weight = settings.entity_weight
         result = {"mlm": (1 - weight, mlm), "entity": (weight, prediction)}
-        # Entities as Experts always has the linking loss; TOME may (paper's code: el_im_weight).
+        # Entities as Experts always has the linking loss; TOME has it where linking_weight is set
+        # (el_im_weight in the public code).
         linking_weight = weight if self.run.is_baseline else settings.linking_weight
         if linking_weight and last is not None:
             linking = entity_prediction_loss(last.scores, last.entity, linked_entity)
@@ -571,7 +574,7 @@ def new_batch_tome(run, seed):
     return model
 
 def open_memories(run, tome, n_search, fraction=1.0):
-    """(the memory of the whole corpus, this fraction of its rows from passages that are not held
+    """(the memory of the whole corpus, its rows from a fraction of the passages that are not held
     out). For a baseline both are its EntityTable, which is part of the model."""
     if tome.entities is not None:
         return tome.entities, tome.entities
@@ -1036,8 +1039,8 @@ def with_values(defaults, values):
 
 class Run:
     """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
-    base (the folder of corpus and memory), corpus, tokenizer, entity_group, device, and the configs
-    of BATCH-TOME and of fine-tuned models. Raises UserError for settings that contradict each
+    base (the folder of corpus and memory), corpus, tokenizer, entity_group, device and
+    batch_tome_config, and completes config. Raises UserError for settings that contradict each
     other."""
 
     def __init__(self, out, saved, blocks=1):
@@ -1468,7 +1471,7 @@ def append_corpus(run, file, part, replace_articles, appended):
     make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
-    """Appends a line to log.jsonl. After a crash a step can recur, equal except for "seconds"."""
+    """Appends a line to log.jsonl. After a crash a step can have two, which differ in "seconds"."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
@@ -1520,7 +1523,7 @@ def signals_to(handler):
 def fast_matmul():
     """Speeds up float32 products on processors without AMX. The setting "bf16" selects oneDNN,
     which on AMD is faster than MKL and, without AMX, still computes in float32. If a test product
-    is inexact, the setting is undone. For bit-identical results, all runs must call it."""
+    is inexact, the setting is undone. All runs must call this function to be bit-identical."""
     # oneDNN caches the code that it compiles for each shape of a product. Batches have many shapes,
     # and with the default limit of 1,024 the cache takes gigabytes.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -1684,8 +1687,8 @@ def train(args):
     return plans[-1]
 
 def report(args, plan):
-    """Runs eval.py separately (it imports this file) and returns its exit status. With several
-    processes, only prints the command, since the memory may be too large for one process."""
+    """Runs eval.py, which imports this file, in a new process and returns its exit status. With
+    several processes, only prints the command, since one may be too small for the memory."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:
