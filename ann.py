@@ -15,6 +15,7 @@ bfloat16, and may be numpy memory maps; scores are float32. Only those of plain_
 The functions for several processes also work in a single one without a process group."""
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -115,8 +116,8 @@ class BucketedIndex:
         self.largest_passage = max(sizes, default=0)
 
     def search(self, queries, k, n_search, query_passage=None):
-        """scores, ids (Q, k): for each query (Q, d) plain_topk over the keys in the n_search
-        buckets whose centroids have the largest dot products with it. See search_buckets, below."""
+        """scores, ids (Q, k): for each query (Q, d), the result of plain_topk over the keys in the
+        n_search buckets whose centroids have the largest dot products with the query."""
         return search_buckets(self, queries, k, n_search, query_passage)
 
 # ---- several processes
@@ -276,11 +277,12 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     """The k best of each query among its scores above the bar. A safe bar is below the k-th best
     score so far. A guess assumes that the keys are in random order: if half of the keys have been
     read, about k / 2 of the k best are among them, so a guessed bar is a little below the
-    (k / 2)-th best score. The first tile sets the bar. It is raised when too many scores are above
-    it; a guessed bar is also raised once after a few more tiles."""
+    (k / 2)-th best score so far. The first tile sets the bar. It is raised when too many scores are
+    above it; a guessed bar is also raised once after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
-    # Enough keys for a good guess (about 8 of the k best), but below 32 MB of scores, if k allows:
-    # malloc returns larger buffers to the system, and getting one takes as long as filling it.
+    # Enough keys for a good guess (10,240, or so many that 8 of the k best are among them; both by
+    # trial), but below 32 MB of scores, if k allows: malloc returns larger buffers to the system,
+    # and getting one takes as long as filling it.
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
@@ -306,7 +308,11 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
     key. The first tile has `first` keys; each later one has about `size` scores. Keys of the
     query's own passage score -inf, as do the rows added to make W a multiple of BLOCK."""
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
-    buffer = torch.empty((min(N, max(first, later)) + BLOCK) * Q, device=queries.device)
+    size = (min(N, max(first, later)) + BLOCK) * Q
+    if queries.device.type == "cpu":
+        buffer = torch.from_numpy(np.empty(size, np.float32))   # on Linux in huge pages, so faster
+    else:
+        buffer = torch.empty(size, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
         rows = keys[start:end].to(queries.device, torch.float32)
         W = len(rows) + -len(rows) % BLOCK
@@ -317,7 +323,8 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
             passage = key_passage[start:end]
             row = torch.isin(passage, query_passage).nonzero()[:, 0]
             own = (passage[row, None] == query_passage) & (query_passage >= 0)
-            scores[row] = scores[row].masked_fill(own, -torch.inf)
+            i, query = own.nonzero(as_tuple=True)
+            scores[row[i], query] = -torch.inf
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
@@ -403,7 +410,7 @@ def search_buckets(index, queries, k, n_search, query_passage):
         for own, query, row in rows:
             keys = torch.cat([index.keys[b] for b in own], 1).float()
             torch.mv(keys.T, query, out=row[:keys.shape[1]])
-    else:                           # bucket by bucket, so that its keys are read once
+    else:                           # bucket by bucket, so that each one's keys are read once
         order = probed.argsort(stable=True)
         places = begin[order, None].split(n_asking)
         asking = queries[order // n_search].float().split(n_asking)

@@ -339,7 +339,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
         yield Passage(tokens, index)
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
-    """Examples with mentions as a Batch. task: "claims", "qa", or None for texts only.
+    """A Batch of examples whose mentions are given. task: "claims", "qa", or None for texts only.
     entity_index: {name: number}.
 
     Claims can come with clozes: true claims in which one entity is hidden. A cloze has this entity
@@ -370,16 +370,17 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject, of one to three sentences, so that the model also learns to find facts
-#     in a passage of one sentence. Each fact is stated in four of the five (a subject's only fact
-#     in all five), each time in different words. Even if one of the four is held out and another
-#     only describes the fact (see below), two training passages still state it.
+# Five passages per subject. They have one to three sentences; from those with one, the model learns
+#     to find facts in short passages as well. Each fact is stated in four of the five (a subject's
+#     only fact in all five), each time in different words. Even if one of the four is held out and
+#     another only describes the fact (see below), two training passages still state it.
 # Two worlds. Their names consist of the same words, but no entity is in both. The model is trained
 #     on one. In the other, a fifth as large, memorised facts are no help: all entities are new.
-# Described facts. For half of the facts in split "train" (see toy_world), one of the four passages
-#     says "Silent Garden's director is well known." instead, where "director" is linked to Alma
-#     Verran. This teaches the model to resolve such a description, the first hop of the question
-#     "Where was Silent Garden's director born?". In questions and claims, "director" is not linked.
+# Described facts. For half of the facts in split "train" (see toy_world), one of the passages
+#     that would state the fact says "Silent Garden's director is well known." instead, where
+#     "director" is linked to Alma Verran. This teaches the model to resolve such a description,
+#     the first hop of the question "Where was Silent Garden's director born?". In questions and
+#     claims, "director" is not linked.
 # Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
 #     facts with this relation. So an object is about as frequent in false claims as in true ones,
 #     and a claim by itself does not show whether it is true.
@@ -1071,7 +1072,8 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
 # ---------------------------------------------------------------- a tokenised corpus
 
 class Corpus:
-    """A tokenised corpus, whose arrays are memory-mapped files. Fields and methods: above Batch."""
+    """A tokenised corpus, whose arrays are memory-mapped files. Its fields and methods are listed
+    above Batch."""
     ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
               "article": np.int32, "held_out": np.bool_, "replaced": np.bool_, "text": np.uint8,
               "text_at": np.int64}
@@ -1228,9 +1230,12 @@ OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|
                            r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
 CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
 HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # emptied
+# Links that show nothing in the text: files, categories, and the page in other languages ("de:…")
+# (the eight excepted prefixes look like languages, but belong to other wikis and show a text).
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
-                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")     # links that show nothing
-# Other namespaces and wikis, but not "Alien: Covenant"; pages that list the meanings of a name.
+                       r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")
+# Other namespaces and wikis, but not "Alien: Covenant" or "Re:Zero"; pages that list the meanings
+# of a name.
 NO_ARTICLE = re.compile(r"(?!Re:)[A-Za-z -]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
 # A section without prose ends at the next heading of the same or a higher level.
@@ -1464,12 +1469,13 @@ def names_for(shown, entity) -> list:
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
-    """Adds mentions to a page's paragraphs [(text, mentions)]: Wikipedia links an entity only once.
+    """Adds mentions to a page's paragraphs [(text, mentions)], since Wikipedia usually links an
+    entity only once per page.
 
     The page's own title is linked everywhere. The names that names_for gives for a link are linked
     after it. But a part of a title, such as "Einstein", is linked only if it never occurs before
     its link. A name that two entities share is linked only if the page is about one of them."""
-    # "Anarchism", but also "Karovia": a title does not tell whether its only word is a name.
+    # True for "Anarchism", but also for "Karovia": a title does not show whether it is a name.
     is_noun = title[1:].islower() and "(" not in title
     own = names_for(title.lower() if is_noun else title, title) or [without_bracket(title)]
     entity_of, linked_at = dict.fromkeys(own, title), dict.fromkeys(own, (-1, 0))
@@ -1559,7 +1565,7 @@ def published_examples(path, name) -> list:
         except ValueError:
             records = [line for line in text.split("\n") if line.strip()]
         if isinstance(records, dict):
-            records = records.get("Data", [records])    # without "Data": JSON lines, but only one
+            records = records.get("Data", [records])    # without "Data": a single JSON line
         for n, record in enumerate(records, 1):
             record = json.loads(record) if isinstance(record, str) else record
             examples.append(published_example(record, name))

@@ -6,8 +6,9 @@
 
 A batch contains B passages, padded to the length T of the longest, and L masked tokens. For its M
 mentions, row (M,) is the index of the passage, and start and end (M,) are the positions of the
-markers [E_start] and [E_end]. The layers are post-LN, as in BERT: LayerNorm(x + f(x)). The paper
-writes s and e for start and end, and d_K, d_V and d_C for key_dim, value_dim and coref_dim."""
+markers, the tokens [E_start] and [E_end] before and after each mention. The layers are post-LN, as
+in BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end, and d_K, d_V and d_C for
+key_dim, value_dim and coref_dim."""
 import json
 import math
 import re
@@ -54,20 +55,22 @@ class Config:
     k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    n_entities: int = 0         # rows of memory.EntityTable, in both baselines; 0 in TOME
+    # Rows of memory.EntityTable, which both baselines have (if memory is none, for eq. 10 only).
+    n_entities: int = 0
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; always float32 where bfloat16 is slow")
 
     @property
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided
-        (1 // 2 is 0): each block of TOME-2 gets two, a copy of it and a layer that at first only
-        normalises (tome.split_into_blocks). With the copy alone, TOME-2 learned claims about two
-        facts less well."""
+        (1 // 2 is 0), so each block of TOME-2 gets two layers: a copy of it, and one that at first
+        only normalises (tome.split_into_blocks). With the copy alone, TOME-2 learned claims about
+        two facts less well."""
         return self.n_upper // self.n_blocks or 2
 
 class Embeddings(nn.Module):
-    """Word + position + segment, LayerNorm. tokens (B, T) -> (B, T, hidden)."""
+    """The sum of word, position and segment embeddings, normalised.
+    tokens (B, T) -> (B, T, hidden)."""
     def __init__(self, config):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden)
@@ -134,9 +137,10 @@ class Packing:
     """Leaves padding out of the computation, except in attention: (B, T, C) <-> (n, C).
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows: one per token, and a little padding to make n a multiple of 128, because oneDNN (PyTorch's
-    library for CPUs) compiles code for each new n. (x.flatten(0, 1) and its inverse would give the
-    same results, but the layers would also process all padding, often a third of a batch.)"""
+    rows: one per token, and a little padding to make n a multiple of 128 (if there is enough),
+    because oneDNN (PyTorch's library for CPUs) compiles code for each new n. (x.flatten(0, 1) and
+    its inverse would give the same results, but the layers would also process all padding, often a
+    third of a batch.)"""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
@@ -345,7 +349,7 @@ def load_tensors(file):
         from safetensors.torch import load_file         # optional; ImportError names it
         return load_file(file)
     try:
-        with torch.sparse.check_sparse_tensor_invariants():     # a forged index could crash
+        with torch.sparse.check_sparse_tensor_invariants():     # a forged index would crash Python
             tensors = torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:                    # its message is long; keep the reason
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -385,7 +389,7 @@ def check_tokenizer(folder, tokenizer):
 
 def read_flax(file, config):
     """(config, places, tensors) of a BATCH-TOME or TOME from a MessagePack file: nested maps whose
-    leaves are [shape, type, bytes], packed in turn. A file weights/step<N> contains the encoder;
+    leaves are [shape, type, bytes], themselves packed. A file weights/step<N> contains the encoder;
     checkpoint_<N> also contains heads, and the optimizer's state, which is ignored."""
     import msgpack                                      # optional; ImportError names it
     tree = msgpack.unpackb(file.read_bytes())

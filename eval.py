@@ -210,7 +210,8 @@ def masked_mention_figures(run, tome, memory, n=1000):
     return figures
 
 def toy_figures(run, tome, memory, task):
-    """{hops: {group: cell}} for the toy world's test examples; recall@20 over all questions."""
+    """{hops: {group: cell}} for the toy world's examples in splits "test" and "unseen". For
+    questions, also "recall@20" and "bm25_recall@20", averaged over all of them."""
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
     for hops, groups in figures.items():
         for group, split in (("seen", "test"), ("unseen", "unseen")):

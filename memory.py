@@ -1,4 +1,5 @@
-"""The mention memory: a table of a corpus's linked mentions, and attention to it (§2.1.2, §2.2.1).
+"""The mention memory: a table of a corpus's linked mentions, those whose entity is known, and
+attention to it (§2.1.2, §2.2.1).
 
     MemKey (N, d_K)   MemValue (N, d_V)   MemEnt (N,)         keys, values, entity
     passage and mention: where each row comes from in the corpus (N,)
@@ -146,7 +147,8 @@ class MentionMemory:
         return other
 
     def select(self, keep):
-        """The memory with only the rows where keep (N,) is true; if it is everywhere, no copy."""
+        """The memory with only the rows where keep (N,) is true. If it is true everywhere, this is
+        the memory itself, not a copy."""
         if keep.all():
             return self
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
@@ -157,8 +159,8 @@ class MentionMemory:
 
     def sample(self, fraction, seed=0):
         """A uniform sample by passage (§4.1 samples mentions, 38M of 150M): a passage is kept as a
-        whole or left out, so that the mentions of a fact stay together. sample(0) is the emptied
-        memory."""
+        whole or left out, since a fact can be found through each of its mentions. sample(0) is the
+        emptied memory."""
         # n may differ between processes, but random(n) always begins with the same numbers.
         n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
@@ -177,7 +179,8 @@ class MentionMemory:
 
 class MemoryAttention(nn.Module):
     """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
-    mentions: a data.Batch (only row, start, end, passage). memory: an object with `attend`."""
+    mentions: a data.Batch, of which row, start, end and passage are used. memory: an object with
+    `attend`."""
     def __init__(self, config):
         super().__init__()
         self.k, self.k_shard = config.k, config.k_shard
@@ -200,7 +203,7 @@ class MemoryAttention(nn.Module):
 @np.errstate(over="ignore")     # overflow in float16 gives inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
     """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4): a
-    dictionary of ARRAYS in corpus order. encoder: a BatchTOME. passages: one or more numbers."""
+    dictionary of ARRAYS in corpus order. encoder: a BatchTOME. passages: numbers, at least one."""
     encoder.eval()
     # Passages without a linked mention are skipped, except the first: `parts` must not be empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])

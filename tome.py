@@ -101,8 +101,9 @@ class BatchTOME(nn.Module):
     def forward(self, batch, own_values=False):
         """(H0, H without a memory, H with one, what each block retrieved). H is (B, T, hidden).
 
-        The memory contains the linked mentions that are not masked, encoded in the masked text by
-        the pass without a memory (the public code keeps masked mentions; the paper does not say).
+        The memory contains the linked mentions that are not masked (encodings of the others lack
+        their names), encoded in the masked text by the pass without a memory. (The public code
+        keeps masked mentions; the paper does not say.)
         If own_values is true, OwnValues takes the place of this memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)           # the same in both passes
@@ -182,7 +183,7 @@ def predict_entity(scores, memory_entity):
 def claim_logits(tome, H, batch):
     """Logits (B, 3) in the order of data.CLAIM_LABELS, from H at [E_start] (where eq. 9 added the
     memory's values), averaged over the claim's mentions. The paper does not describe its head. With
-    [CLS], as in the public code, toy claims stayed at chance."""
+    [CLS] instead, as in the public code, accuracy on toy claims stayed at chance."""
     n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
     h = H[batch.row, batch.start]                                               # (M, hidden)
     total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)

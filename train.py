@@ -68,7 +68,7 @@ class Settings:
     flag, such as --passage-length. Defaults are the paper's values where it gives them (app. A,
     B.1)."""
     passage_length: int = setting(128, (8, 10**6), "maximum tokens of text per passage", "corpus")
-    max_length: int = setting(512, (16, 10**6), "positions per passage, with markers", "corpus")
+    max_length: int = setting(512, (16, 10**6), "maximum positions, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "maximum vocabulary size, without --init", "corpus")
     unseen: float = setting(0.0, (0, 0.9), "fraction of entities to keep out of training", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
@@ -83,7 +83,8 @@ class Settings:
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the stored keys and "
                                 "values", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "share of memory to train tome on", "tome")
+    memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory that stage tome uses",
+                                     "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control the start of
     # batch-tome and its fit, masking, learning rates, linking, teacher forcing, and clozes.
@@ -242,8 +243,9 @@ class BatchTOMEStage:
         points (app. B.5).
 
         Before the fit, coreference is applied to H without a memory, from which keys are made, and
-        to H0, from which queries are made. So both encode what identifies the entity; in H0 of a
-        masked mention this is what the passage says, which related passages say as well."""
+        to H0, from which queries are made. So both encode what identifies the entity. For a masked
+        mention, H0 can only encode what its passage says about the entity, and related passages say
+        the same."""
         model, before_fit = self.model, step < self.fit_step
         H0, alone, H, _ = model(batch, own_values=before_fit)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
@@ -588,7 +590,8 @@ def open_memories(run, tome, n_search, fraction=1.0):
 class MaskedMention(NamedTuple):
     """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
     the weight that the last memory layer gives to memories of the mention's own entity. is_named
-    and is_recalled exclude visible mentions' entities, never the answer (data.eval_mentions)."""
+    and is_recalled leave out the entities of visible mentions; data.eval_mentions sees to it that
+    the answer is not one of them."""
     group: str              # one of GROUPS
     n_tokens: int           # masked tokens
     n_correct: int          # … predicted correctly
@@ -659,7 +662,7 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     is_correct = torch.zeros_like(batch.is_target)                                  # (B, T)
     predicted = tome.mlm_logits(H, batch.is_target).argmax(-1)                      # (L,)
     is_correct[batch.is_target] = predicted == batch.unmasked[batch.is_target]
-    # Eq. 10, without the entities of visible mentions.
+    # Eq. 10, without the entities of visible mentions, as for BM25 (eval.py): none is the answer.
     found, entity = retrieve_entities(tome, H, batch, memory, masked), batch.entity[masked]
     is_visible = torch.zeros(len(mentions), len(is_elsewhere), dtype=torch.bool, device=run.device)
     is_visible[batch.row[~masked], batch.entity[~masked]] = True                    # (B, E)
@@ -931,7 +934,8 @@ def start_from(run, tome, plan):
 # base keeps the defaults of Settings and Config, the paper's values. toy takes minutes on a laptop,
 # and mini is for a few hundred articles. Both have small models and few steps, so their learning
 # rates are 6 to 100 times the paper's. Each process offers all k memories (k_shard = k), so their
-# search is exact for any number of processes.
+# search is exact for any number of processes. In mini the fit comes late (memory_from), and reading
+# what is retrieved is learned in stage tome.
 
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
@@ -1688,7 +1692,7 @@ def train(args):
 
 def report(args, plan):
     """Runs eval.py, which imports this file, in a new process and returns its exit status. With
-    several processes, only prints the command, since one may be too small for the memory."""
+    several processes, only prints the command, since the memory may not fit into one process."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:
