@@ -97,7 +97,7 @@ class Settings:
                                     "below the memory, in fine-tuning and with --init")
     linking_weight: float = setting(0.0, (0, 1), "weight, in stage tome, of entity prediction from "
                                     "the last memory layer's queries", "tome")
-    teacher_forcing_steps: float = setting(0.0, (0, 1), "initial fraction of stage tome's steps in "
+    teacher_forcing_until: float = setting(0.0, (0, 1), "initial fraction of stage tome's steps in "
                                            "which all linked mentions are given memories of their "
                                            "entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
@@ -393,7 +393,7 @@ def new_stage(run, plan):
         return BatchTOMEStage(run, plan)
     if plan.kind in ("claims", "qa"):
         return FinetuneStage(run, plan)
-    is_forced = run.settings.teacher_forcing_steps or run.settings.teacher_forcing_rate
+    is_forced = run.settings.teacher_forcing_until or run.settings.teacher_forcing_rate
     if is_forced and not run.is_baseline:
         return TeacherForcedTOMEStage(run, plan)
     return TOMEStage(run, plan)
@@ -785,7 +785,7 @@ class TeacherForcedTOMEStage(TOMEStage):
         below the memory are frozen, except the word embeddings, which the MLM head shares. Later a
         fraction of the mentions is given memories; otherwise the model forgets how to read them."""
         settings, model = self.run.settings, self.model
-        all_are_given = step < settings.teacher_forcing_steps * self.plan.steps
+        all_are_given = step < settings.teacher_forcing_until * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate
         is_given = torch.rand(len(batch.entity), device=batch.entity.device) < rate
         self.given.wanted = torch.where(is_given, batch.entity, 0)
@@ -944,7 +944,7 @@ PRESETS = {
         key_dim=128, value_dim=256, coref_dim=64, dropout=0.0, k=256, k_shard=256, k_answer=256,
         k_answer_shard=256, cluster=64, mention_rate=0.5, all_of_entity=1,
         token_rate=0.07, coref_weight=0.5, memory_from=0.95, memory_fraction=1.0,
-        memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_steps=0.29,
+        memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_until=0.29,
         teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
         eval_mentions=100, schedule={
             "batch-tome": Schedule(700, 6e-4, 50, 64), "tome": Schedule(700, 8e-4, 20, 64),

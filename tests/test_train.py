@@ -508,13 +508,13 @@ def test_no_training_passage_mentions_an_entity_held_out_by_unseen(tmp_path):
 @slow
 def test_while_all_mentions_are_given_memories_the_layers_below_are_frozen(reference, tmp_path):
     out, old = tmp_path / "given", reference.whole
-    works("tome", out, "--from", old, "--teacher-forcing-steps", 1)
+    works("tome", out, "--from", old, "--teacher-forcing-until", 1)
     after, began = weights(out / "tome-1.pt"), weights(old / "batch-tome.pt")
     moved = {n for n in after if not torch.equal(after[n], began["tome." + n])}
     assert all(any(part in n for n in moved) for part in (".transformer.", "memory_attention.up"))
     assert not [n for n in moved if n.startswith(("initial", "entity_query")) or "query" in n]
     half = tmp_path / "half"
-    works("tome", half, "--from", old, "--teacher-forcing-steps", 0.5, "--log-every", 1)
+    works("tome", half, "--from", old, "--teacher-forcing-until", 0.5, "--log-every", 1)
     assert ["entity" in record for record in log_of(half) if record["stage"] == "tome-1"] == [
         False, False, True, True]
 
