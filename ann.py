@@ -7,12 +7,12 @@
     fetch            requests the chosen rows from the processes that hold them
     exact_topk       the result of plain_topk, faster and in little memory (app. C.1.1, but exact)
 
-All searches return scores in descending order, and ties in ascending order of id. They exclude keys
-from the query's own passage (a passage of -1 excludes nothing) and scores that are not finite. If
-fewer than k keys remain, empty places have score -inf and id -1. Keys may be float32, float16 or
-bfloat16, and may be numpy memory maps; scores are float32. Only those of plain_topk have gradients.
-
-The functions for several processes also work in a single one without a process group."""
+All searches return scores in descending order, and ties in ascending order of id (a key's row).
+They exclude keys from the query's own passage (a query with passage -1 excludes none) and scores
+that are not finite. If fewer than k keys remain, empty places have score -inf and id -1. Keys may
+be float32, float16 or bfloat16, and may be numpy memory maps; scores are float32. Only the scores
+of plain_topk have gradients. The functions for several processes also work in a single process
+without torch.distributed."""
 from itertools import pairwise
 
 import numpy as np
@@ -42,7 +42,7 @@ def allowed_scores(queries, keys, query_passage, key_passage):
     return scores
 
 def best_of(scores, ids, k):
-    """The k best of each row (Q, n); ties keep their order. Missing places get -inf and -1."""
+    """The k best of each row (Q, n); ties keep their order. Empty places get score -inf, id -1."""
     missing = max(0, k - scores.shape[1])
     scores = F.pad(scores, (0, missing), value=-torch.inf)
     ids = F.pad(ids, (0, missing), value=-1)
@@ -55,7 +55,7 @@ def best_of(scores, ids, k):
 SAMPLE = 256            # keys per bucket that k-means is trained on
 
 def nearest(points, centroids):
-    """points (N, d), centroids (C, d) -> squared distance to the nearest centroid, its number."""
+    """points (N, d), centroids (C, d) -> nearest centroid's squared distance and number (N,)."""
     half = centroids.square().sum(1) / 2
     distance = torch.empty(len(points), device=centroids.device)
     cluster = torch.empty(len(points), dtype=torch.int64, device=centroids.device)
@@ -66,8 +66,8 @@ def nearest(points, centroids):
     return distance, cluster
 
 def assign(points, centroids):
-    """Each point's nearest centroid (N,). A centroid without points moves to the point farthest
-    from its own centroid. A centroid's only point is never taken. Changes `centroids`."""
+    """Each point's nearest centroid (N,). Changes `centroids`: moves a centroid without points to
+    the point that is farthest from its nearest centroid. Never takes a centroid's only point."""
     distance, cluster = nearest(points, centroids)
     for empty in (torch.bincount(cluster, minlength=len(centroids)) == 0).nonzero()[:, 0].tolist():
         alone = torch.bincount(cluster)[cluster] == 1
@@ -78,21 +78,21 @@ def assign(points, centroids):
 
 @torch.no_grad()
 def kmeans(points, init, n_iters=10):
-    """Lloyd's k-means: centroids (C, d), each point's nearest one (N,). No cluster is empty.
-    points (N, d); init (C, d): the centroids to start from, C <= N."""
+    """Lloyd's k-means: centroids (C, d), and the number of each point's centroid (N,). No cluster
+    is empty. points (N, d); init (C, d): the centroids to start from, C <= N."""
     centroids = init.float().clone()
     cluster = assign(points, centroids)
     for _ in range(n_iters):
-        # A GPU adds in no fixed order. In float64 the differences vanish when the sum is rounded.
+        # A GPU adds in no fixed order. In float64 the differences vanish when the mean is rounded.
         total = torch.zeros_like(centroids).double().index_add_(0, cluster, points.double())
         centroids = (total / torch.bincount(cluster)[:, None]).float()
         cluster = assign(points, centroids)
     return centroids, cluster
 
 class BucketedIndex:
-    """Keys in buckets by direction; a query searches only its n_search best buckets (app. C.1.2).
-    keys (N, d) are copied, bucket by bucket. Centroids have unit length. Otherwise the few with the
-    largest norm would have the largest dot products with every query (tests/bench.py buckets)."""
+    """Keys, grouped by direction into buckets. A query searches only n_search buckets (app. C.1.2).
+    keys (N, d) are copied, bucket by bucket. Centroids have unit length. Otherwise the few longest
+    would have the largest dot products with most queries (see `tests/bench.py buckets`)."""
     def __init__(self, keys, n_clusters, key_passage=None, seed=0):
         keys = torch.as_tensor(keys)
         order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))
@@ -101,8 +101,8 @@ class BucketedIndex:
         self.centroids = F.normalize(kmeans(sample, sample[:n_clusters], 20)[0])     # (C, d)
         # Since all centroids have the same length, the nearest has the largest dot product.
         bucket = nearest(keys, self.centroids)[1]
-        # If many keys are equal, so are some normalised centroids. Only the first of them gets
-        # keys; drop the rest.
+        # If many keys are equal, so are some normalised centroids. Only the first of equal
+        # centroids gets keys; the rest are dropped.
         used, bucket = bucket.unique(return_inverse=True)
         self.centroids, self.count = self.centroids[used], torch.bincount(bucket)  # (C, d), (C,)
         self.start = self.count.cumsum(0) - self.count
@@ -145,8 +145,8 @@ def copy_from_first(parameters):
             dist.broadcast(parameter.data, 0)
 
 def sum_gradients(parameters):
-    """Sums the gradients of all processes, in one message. Every loss is this process's share of
-    a mean over all processes, so the sum is the gradient of the whole batch."""
+    """Sums the gradients of all processes, in one message. Each process's loss is its share of a
+    mean over all processes, so the sum is the gradient of the mean over the whole batch."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if rank_and_size()[1] > 1 and grads:
         flat = torch.nn.utils.parameters_to_vector(grads)
@@ -159,8 +159,8 @@ def gather_counts(n, device):
     return (AllGather.apply(n) if rank_and_size()[1] > 1 else n[None]).tolist()
 
 class AllGather(torch.autograd.Function):
-    """The x of every process (all of the same shape), stacked: (processes, *x.shape). The backward
-    pass sums all gradients of an x. (torch.distributed.nn.functional.all_gather is deprecated.)"""
+    """The x of all processes (equal shapes), stacked: (processes, *x.shape). The backward pass sums
+    x's gradients from all processes. (torch.distributed.nn.functional.all_gather is deprecated.)"""
     @staticmethod
     def forward(ctx, x):
         parts = x.new_empty(dist.get_world_size(), *x.shape)
@@ -196,11 +196,11 @@ QUERIES = 2048          # queries that sharded_topk passes to a search at a time
 
 @torch.no_grad()
 def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
-    """For each query of this process, the k best among the k_shard best of each shard (app. C.1).
-    search(queries, k_shard, query_passage) -> scores, ids: a search of this process's keys.
-    queries (Q, d), query_passage (Q,); Q may differ between processes. n_rows: the number of keys
-    of each process. Returns scores, ids (Q, k); an id is a row of the concatenated shards. Exact if
-    k_shard = k."""
+    """For each query of this process, the k best among the k_shard best of each shard (app. C.1). A
+    shard is the keys of one process. search(queries, k_shard, query_passage) -> scores, ids: a
+    search of this process's shard. queries (Q, d), query_passage (Q,); Q may differ between
+    processes. n_rows: the number of keys in each shard. Returns scores, ids (Q, k); an id is a row
+    of the concatenated shards. The result is exact if k_shard = k and `search` is exact."""
     (rank, size), Q, device = rank_and_size(), len(queries), queries.device
     parts = zip(gather(queries).split(QUERIES), gather(query_passage).split(QUERIES))
     found = [search(part, k_shard, passage) for part, passage in parts]
@@ -214,19 +214,19 @@ def sharded_topk(search, queries, k, k_shard, query_passage, n_rows):
 
 @torch.no_grad()
 def fetch(ids, tables):
-    """Rows of sharded tables for ids (Q, k) of `sharded_topk`: tensors (Q, k, …), zeros for id -1.
-    tables: this process's shards of them, all with the same number of rows. A process requests each
-    row once, however often it needs the row; besides ids and rows, only counts are sent."""
+    """Rows of sharded tables for ids (Q, k) from `sharded_topk`: tensors (Q, k, …), zero for id -1.
+    tables: this process's shard of each table, all of the same length. A process requests each row
+    once, however often it needs the row; besides ids and rows, only counts are sent."""
     (rank, size), device, found = rank_and_size(), ids.device, ids >= 0
-    if size == 1 and len(tables[0]) > 0:                    # the same, without sorting the ids
+    if size == 1 and len(tables[0]) > 0:                    # the same result, without sorting ids
         row = ids.clamp(min=0).flatten()
         filled = [table.index_select(0, row).unflatten(0, ids.shape) for table in tables]
         for rows in filled:
             rows[~found] = 0
         return filled
     filled = [table.new_zeros(*ids.shape, *table.shape[1:]) for table in tables]
-    # Process i has the ids from first[i] on, and requests counts[i][j] rows from process j. The ids
-    # are sent to the processes that have them, which send the rows back.
+    # Process i holds the rows first[i] to first[i + 1] - 1, and requests counts[i][j] rows from
+    # process j. Each id is sent to the process that holds its row, which sends the row back.
     first = torch.tensor([0, *gather_counts(len(tables[0]), device)], device=device).cumsum(0)
     requests, inverse = ids[found].unique(return_inverse=True)      # sorted: grouped by process
     owner = torch.searchsorted(first, requests, right=True) - 1
@@ -262,7 +262,7 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
     if queries.is_cuda:
         return best_of_tiles(queries, keys, k, query_passage, key_passage)
     if k < N and Q * N <= FEW_SCORES:
-        # torch.topk returns ties in any order, so its result counts only if there are none.
+        # torch.topk returns ties in any order, so its result is used only if there are none.
         best = allowed_scores(queries, keys, query_passage, key_passage).topk(k + 1)
         if best.values.isfinite().all() and (best.values.diff() < 0).all():
             return best.values[:, :k], best.indices[:, :k]
@@ -275,18 +275,18 @@ def exact_topk(queries, keys, k, query_passage=None, key_passage=None):
 
 def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     """The k best of each query among its scores above the bar. A safe bar is below the k-th best
-    score so far. A guess assumes that the keys are in random order: if half of the keys have been
-    read, about k / 2 of the k best are among them, so a guessed bar is a little below the
-    (k / 2)-th best score so far. The first tile sets the bar. It is raised when too many scores are
-    above it; a guessed bar is also raised once after a few more tiles."""
+    score so far. A guessed bar assumes that the keys are in random order. If half of the keys have
+    been read, about k / 2 of the k best are among them, so a guessed bar is a little below the
+    (k / 2)-th best score so far. The first tile sets the bar, which is raised when too many scores
+    are above it. A guessed bar that was never raised is also raised after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
-    # Enough keys for a good guess (10,240, or so many that 8 of the k best are among them; both by
-    # trial), but below 32 MB of scores, if k allows: malloc returns larger buffers to the system,
-    # and getting one takes as long as filling it.
+    # The first tile should have enough keys for a good guess: 10,240 or, if more, enough to contain
+    # about 8 of the k best (both found by trial). But if k allows, its scores take less than 32 MB:
+    # malloc returns larger buffers to the system, and a new one takes as long to get as to fill.
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
-        expected = k * n_read / N       # how many of the k best are read; rank adds a margin, 4σ
+        expected = k * n_read / N       # number of the k best read so far; rank adds 4σ as a margin
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
         maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
         if start == 0:          # the rank-th best maximum is at most the rank-th best score
@@ -310,7 +310,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
     size = (min(N, max(first, later)) + BLOCK) * Q
     if queries.device.type == "cpu":
-        buffer = torch.from_numpy(np.empty(size, np.float32))   # on Linux in huge pages, so faster
+        buffer = torch.from_numpy(np.empty(size, np.float32))   # faster: huge pages (on Linux)
     else:
         buffer = torch.empty(size, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
@@ -328,7 +328,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
         yield start, scores
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
-    """exact_topk on a GPU: merges each tile's k best. (Few, large tiles are faster, also because
+    """exact_topk on a GPU: merges each tile's k best. (Few, large tiles are faster, partly because
     the `nonzero` in `tiles` waits for the GPU each time.)"""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
@@ -342,7 +342,7 @@ def best_of_tiles(queries, keys, k, query_passage, key_passage):
 def falling(scores):
     """int64 numbers from 0 to 2^32 - 1 that rise as float32 scores fall."""
     bits = (scores + 0.0).view(torch.int32).long()                  # -0.0 + 0.0 is 0.0
-    # Apart from the sign bit, a float's bits rise with its magnitude; ^ flips those of negatives.
+    # Apart from the sign bit, a float's bits rise with its magnitude; ^ flips them in negatives.
     return 0x7FFFFFFF - (bits ^ (bits >> 31 & 0x7FFFFFFF))
 
 # ---- the scores above a bar; (A, B) is (blocks per query, Q) or (Q, blocks per query)
@@ -360,9 +360,9 @@ def just_below(maxima, n, dim):
     return bar.nextafter(torch.full_like(bar, -torch.inf))
 
 def high_scores(blocks, maxima, bar):
-    """Finds the F scores in blocks (size, A, B) above a bar that broadcasts to (A, B): their
-    positions, three tensors (F,), and the scores (F,). Skips blocks with no score above it."""
-    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # also if a maximum is NaN
+    """Finds the F scores in blocks (size, A, B) that are above a bar, which broadcasts to (A, B):
+    their positions, three tensors (F,), and the scores (F,). Skips blocks without such scores."""
+    block = (maxima <= bar).logical_not_().flatten().nonzero()[:, 0]    # NaN counts as above
     a, b = block // maxima.shape[1], block % maxima.shape[1]
     # The scores of these blocks. gather is faster than indexing, but needs contiguous blocks.
     if blocks.is_contiguous():
@@ -375,8 +375,8 @@ def high_scores(blocks, maxima, bar):
     return (j, a.index_select(0, i), b.index_select(0, i)), found.flatten().index_select(0, high)
 
 def merge(found, Q, k):
-    """The k best of each query: scores, ids (Q, k). found: parts (query, id, score), each (F,).
-    Ties of a query must come in order of id."""
+    """The k best of each query: scores, ids (Q, k). found: a list of (query, id, score), three
+    tensors (F,) each. Equal scores of a query must be in ascending order of id."""
     query, id, score = map(torch.cat, zip(*found))
     if len(query) == 0:
         return best_of(score.new_empty(Q, 0), id.new_empty(Q, 0), k)
@@ -391,14 +391,14 @@ def merge(found, Q, k):
 
 @torch.no_grad()
 def search_buckets(index, queries, k, n_search, query_passage):
-    """BucketedIndex.search. Puts the scores of each query's buckets side by side in one row, and
-    finds the scores in this row that are above a bar."""
+    """Implements BucketedIndex.search: puts the scores of each query's buckets side by side in one
+    row, and finds the scores in this row that are above a bar."""
     Q, device = len(queries), queries.device
     n_search = min(n_search, len(index.keys))
     if Q == 0 or k == 0 or n_search == 0:
         return plain_topk(queries, queries[:0], k)           # k empty places per query
     probed = dot(queries, index.centroids).topk(n_search).indices.flatten()
-    # One row of scores per query: the keys of its first bucket, of its second, …, then -inf.
+    # One row of scores per query: for the keys of its first bucket, of its second, …, then -inf.
     count = index.count[probed].view(Q, n_search)
     width = -(-int(count.sum(1).max()) // BLOCK) * BLOCK
     scores = torch.full((Q * width,), -torch.inf, device=device)
@@ -410,7 +410,7 @@ def search_buckets(index, queries, k, n_search, query_passage):
         for own, query, row in rows:
             keys = torch.cat([index.keys[b] for b in own], 1).float()
             torch.mv(keys.T, query, out=row[:keys.shape[1]])
-    else:                           # bucket by bucket, so that each one's keys are read once
+    else:                           # bucket by bucket, so that each bucket's keys are read once
         order = probed.argsort(stable=True)
         places = begin[order, None].split(n_asking)
         asking = queries[order // n_search].float().split(n_asking)

@@ -1,18 +1,18 @@
 """Text in, batches out: mentions, markers, masking, related passages, examples, the toy world.
 
 The paper: section 2 (notation, markers), 2.3-2.4 (what is masked and why), app. A (rates), A.1
-(related passages), B.1 (claims and questions). The toy world and all file formats come after that.
+(related passages), B.1 (claims and questions). The toy world and all file formats come last.
 
     corpus.jsonl --read_corpus--> Text --encode_text--> Passage --Corpus.build--> arrays on disk
     Corpus, passage numbers --corpus_batch--> Batch --mask_batch--> masked Batch
 
-Shapes: a batch has B passages (rows) of T tokens, and in all L tokens to predict. The M mentions of
-the whole batch are in flat arrays. The corpus has E entities, where entity 0 means "none". A
-passage of n tokens with m mentions takes n + 2m + 2 positions:
+Shapes: a batch has B passages (rows) of T tokens; L of the B * T tokens are to be predicted. The M
+mentions of the whole batch are stored in flat arrays. The corpus has E entities, counting entity 0,
+which means "none". A passage of n tokens with m mentions takes n + 2m + 2 positions:
 
     [CLS] the capital of [E_start] north karovia [E_end] is [E_start] port ellin [E_end] . [SEP]
       0    1     2     3     4       5      6       7    8     9       10   11     12    13  14
-    start = 4, 9 and end = 7, 12: the positions s and e of the paper's markers"""
+    start = 4, 9 and end = 7, 12: the positions of the markers, s and e in the paper"""
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -44,27 +44,27 @@ class Text(NamedTuple):
 class Passage(NamedTuple):
     """A part of a text as the model reads it: n tokens and m mentions."""
     tokens: list | np.ndarray   # (n + 2m + 2,) [CLS] … [SEP], with markers around the mentions
-    index: list | range         # (m,) numbers of these mentions in the text, or in the corpus
+    index: list | range         # (m,) number of each mention in the text, or in the corpus
 
 def encode_text(encoding, mentions, passage_length, max_length, special, dropped) -> list:
     """Cuts a text into Passages of at most passage_length tokens (128 in app. A) and at most
     max_length positions (tokens, markers, [CLS] and [SEP]).
 
     Each passage is as long as these limits allow, but never ends inside a mention. A mention covers
-    every token that it touches. Mentions in a passage never share a token, since masking one would
-    hide part of the other. So a mention that shares a token with one already placed is dropped.
-    Linked mentions are placed before unlinked ones, then earlier before later ones, and, if the
-    start is the same, longer before shorter ones.
+    every token with which it shares a character. Two mentions never share a token, since masking
+    one would hide part of the other. So mentions are placed one by one, and a mention that shares a
+    token with a mention already placed is dropped. Linked mentions are placed before unlinked ones.
+    Within each group, they are sorted by first token and, if this is the same, from long to short.
 
     encoding: tokenizer.encode(text, add_special_tokens=False); special: special_ids(tokenizer).
-    dropped: a Counter of the reasons why mentions were dropped, which this function adds to."""
+    dropped: a Counter of the reasons for dropping mentions, to which this function adds."""
     token_start, token_end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     char_start, char_end = np.array([m[:2] for m in mentions], np.int64).reshape(-1, 2).T
     first = np.searchsorted(token_end, char_start, "right")     # each mention's first token
     stop = np.searchsorted(token_start, char_end)               # the token after its last
     unlinked = [m.entity is None for m in mentions]
     ids, taken = encoding.ids, np.zeros(len(encoding.ids), bool)
-    # pieces[a] begins at token a and is never cut: (ids, [its mention] or [], its end).
+    # pieces[a] begins at token a and is never cut: (ids, [its mention] or [], the token after it).
     pieces = [([token], [], i + 1) for i, token in enumerate(ids)]
     for i in np.lexsort((-stop, first, unlinked)).tolist():     # the last key counts most
         a, b = int(first[i]), int(stop[i])
@@ -78,7 +78,7 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
             pieces[a] = ([special[E_START], *ids[a:b], special[E_END]], [i], b)
             taken[a:b] = True
 
-    passages, a = [], 0                                         # a passage holds ids[a:b]
+    passages, a = [], 0                                         # a passage contains ids[a:b]
     while a < len(ids):
         tokens, index, b = [special[CLS]], [], a
         while b < len(ids):
@@ -94,23 +94,23 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 
 # ---------------------------------------------------------------- batches
 
-# A Corpus (the class is below, after "Set apart") has P passages and M mentions (here of the
-# corpus, not of a batch). passage(p) returns a Passage, whose `index` contains the corpus numbers
-# of its mentions. passage_entities(p) returns the entity numbers of these mentions, and
-# passage_of(mentions) the passage numbers of mentions that are given by their corpus numbers.
+# A Corpus (the class is below, after "Set apart") has P passages and M mentions (in this list, M is
+# for the corpus, not for a batch). passage(p) returns a Passage, whose `index` contains the corpus
+# numbers of its mentions. passage_entities(p) returns the entity numbers of these mentions.
+# passage_of(mentions) maps the corpus numbers of mentions to the numbers of their passages.
 #
 #   tokens (total,)             all passages, one after the other: [CLS] … [SEP], with markers
-#   passage_start, mention_first (P+1,)     index of each passage's first token and first mention
+#   passage_start, mention_first (P+1,)     first token and mention of each passage, then the totals
 #   mention_entity (M,)         index into entity_names; 0 = not linked
 #   mention_char (M, 2)         character offsets in the text
 #   article, held_out (P,)      index into titles; whether the passage is kept out of training
-#   replaced (P,)               whether an appended article replaces the passage's own (--replace)
+#   replaced (P,)               whether the passage's article was replaced (--append --replace)
 #   text (bytes,), text_at (P, 2)       all texts in UTF-8; bounds of the text a passage is cut from
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
 #   entity_count (E,)           number of linked mentions of each entity in training passages
-#   tokenizer, special, vocab_size      the tokenizer; the ids of its special tokens; its size
-#   maskable (vocab_size,), words   which tokens may be masked; ids that may replace one at random
-#   meta                        counts, what was dropped, what it was made from
+#   tokenizer, special, vocab_size      tokenizer; {special token: id}; size of the vocabulary
+#   maskable (vocab_size,), words   which tokens may be masked; ids that may randomly replace them
+#   meta                        counts, dropped mentions, and what the corpus was made from
 #
 # The fields of a Batch with one entry per mention. The other fields have one entry per row.
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
@@ -119,7 +119,7 @@ MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
 class Batch:
     """B rows of T tokens; L tokens to predict and M mentions in all rows together."""
     tokens: torch.Tensor            # (B, T) what the model reads, after any masking
-    unmasked: torch.Tensor          # (B, T) the same before masking
+    unmasked: torch.Tensor          # (B, T) the same tokens before masking
     attention_mask: torch.Tensor    # (B, T) bool, True = token, False = padding
     is_target: torch.Tensor         # (B, T) bool, True = one of the L tokens to predict
     label: torch.Tensor             # (B,) claims: index into CLAIM_LABELS, -1 = none
@@ -184,10 +184,11 @@ def inside_mentions(batch) -> np.ndarray:
 
 def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity=False) -> Batch:
     """The batch with tokens to predict (app. A): all tokens of a fraction mention_rate of its
-    mentions (at least one mention), and a fraction token_rate of the tokens outside all mentions.
+    mentions (at least one mention, unless the rate is 0), and a random fraction token_rate of the
+    maskable tokens outside all mentions.
 
     rng: a numpy Generator. all_of_entity: if a linked mention is masked, all mentions of its entity
-    in the same passage are masked too."""
+    in the same passage are also masked."""
     tokens = batch.unmasked.numpy()                                                 # (B, T)
     opened, closed = (np.cumsum(tokens == corpus.special[marker], 1) for marker in (E_START, E_END))
     is_outside = opened == closed           # outside all mentions, sampled or not
@@ -199,7 +200,7 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
             also = np.isin(pair, pair[chosen]) & (batch.entity.numpy() > 0)
             chosen = np.union1d(chosen, np.flatnonzero(also))
         is_target |= np.isin(inside_mentions(batch), chosen)
-    # As in BERT, each token to predict becomes [MASK] (80%) or a random word (10%), or stays (10%).
+    # As in BERT, a token to predict becomes [MASK] (80%) or a random token (10%), or is kept (10%).
     fate = rng.random(is_target.sum())
     other = np.where(fate < .9, rng.choice(corpus.words, len(fate)), tokens[is_target])
     read = tokens.copy()
@@ -207,9 +208,9 @@ def mask_batch(batch, corpus, rng, mention_rate=.2, token_rate=.1, all_of_entity
     return replace(batch, tokens=torch.from_numpy(read), is_target=torch.from_numpy(is_target))
 
 def eval_batch(corpus, mentions) -> Batch:
-    """One row per corpus mention: its passage, in which all tokens of this mention are [MASK]."""
+    """One row per corpus mention: its passage, with all tokens of this mention set to [MASK]."""
     batch = corpus_batch(corpus, corpus.passage_of(mentions))
-    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,), B true
+    asked = batch.mention.numpy() == np.asarray(mentions)[batch.row.numpy()]    # (M,) B are true
     is_target = torch.from_numpy(np.isin(inside_mentions(batch), np.flatnonzero(asked)))
     tokens = batch.unmasked.masked_fill(is_target, corpus.special[MASK])
     return replace(batch, tokens=tokens, is_target=is_target)
@@ -218,14 +219,14 @@ def eval_mentions(corpus) -> np.ndarray:
     """Numbers of held-out mentions that can be filled in from the memory, not from their passage.
 
     The entity of such a mention is linked in another passage, held out or not, but nowhere else in
-    the mention's own passage. Mentions of the article's title are left out: filling one in means
-    recognising the article, not knowing a fact."""
+    the mention's own passage. Replaced articles are ignored. A mention whose entity is the title of
+    its article is left out: filling it in means recognising the article, not knowing a fact."""
     linked = np.flatnonzero(corpus.mention_entity)
     linked = linked[~corpus.replaced[corpus.passage_of(linked)]]
     entity, passage = corpus.mention_entity[linked], corpus.passage_of(linked)
-    E = len(corpus.entity_names)        # passage * E + entity: a number for each pair of them
+    E = len(corpus.entity_names)        # passage * E + entity is a different number for each pair
     pairs, pair, count = np.unique(passage * E + entity, return_inverse=True, return_counts=True)
-    n_passages = np.bincount(pairs % E, minlength=E)            # that link each entity
+    n_passages = np.bincount(pairs % E, minlength=E)            # passages that link each entity
     is_elsewhere = n_passages[entity] > 1
     titles = np.array([corpus.entity_index.get(title, 0) for title in corpus.titles])
     is_title = titles[corpus.article[passage]] == entity
@@ -238,9 +239,9 @@ POOL = 2 ** 15          # maximum number of articles that are compared with each
 def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
-    Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
-    max(POOL, 2 * size) articles, they are divided into random pools, each clustered by itself. A
-    pool gets at least half that many articles, so at least `size` passages, and fills every cluster
+    Only the last cluster can be smaller. Since clustering takes quadratic time, more than
+    n = max(POOL, 2 * size) articles are divided into random pools that are clustered separately. A
+    pool gets at least n / 2 articles, and so at least `size` passages. It fills every cluster
     except perhaps its last. The passages of unfilled clusters are clustered again."""
     passages = np.sort(passages)
     articles, article = np.unique(corpus.article[passages], return_inverse=True)
@@ -265,16 +266,16 @@ def articles_with(features) -> dict:
 def greedy_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages, made by greedily adding the most related article.
 
-    A cluster starts from the article with the most unused passages. Articles are added until it is
-    full, each time the one whose set of entities has the largest Jaccard similarity to the
-    cluster's. Ties between related articles are broken in favour of one whose title shares a word
-    with a title in the cluster, then at random. The rule about titles is our addition. Without it,
-    names in a batch rarely look alike, and the model learns to read only one word of each name."""
+    A cluster starts from the article with the most unused passages. Until it is full, it is given
+    the article whose set of entities has the largest Jaccard similarity to the cluster's set. Ties
+    between related articles are broken in favour of an article whose title shares a word with a
+    title in the cluster, then at random. The rule about titles is our addition. Without it, names
+    in a batch rarely look alike, and the model learns to read only one word of each name."""
     numbers, article = np.unique(corpus.article[passages], return_inverse=True)
     # Articles are renumbered at random, because argmax takes the first of equal values.
     place = np.random.default_rng(seed).permutation(len(numbers))
     article, numbers = place[article], numbers[place.argsort()]
-    words = [{*corpus.titles[number].split()} for number in numbers]            # of each article
+    words = [{*corpus.titles[number].split()} for number in numbers]            # of each title
     unused, entities = [[] for _ in numbers], [set() for _ in numbers]
     for p, a in zip(passages.tolist(), article.tolist()):
         unused[a].append(p)
@@ -285,9 +286,9 @@ def greedy_clusters(corpus, size, seed, passages) -> list:
 
     clusters = []
     while n_unused.any():
-        cluster, joined = [], set()             # joined: the entities of the cluster's articles
-        n_shared = np.zeros(len(numbers))       # of each article: number of entities in `joined`
-        is_alike = np.zeros(len(numbers))       # 1 = its title shares a word with the cluster's
+        cluster, joined = [], set()         # joined: the entities of the cluster's articles
+        n_shared = np.zeros(len(numbers))   # per article: number of its entities in `joined`
+        is_alike = np.zeros(len(numbers))   # 1 = its title shares a word with the cluster's titles
         a = n_unused.argmax()
         while True:
             room = size - len(cluster)
@@ -303,7 +304,7 @@ def greedy_clusters(corpus, size, seed, passages) -> list:
             joined |= entities[a]
             jaccard = n_shared / (n_entities + len(joined) - n_shared).clip(1) * (n_unused > 0)
             score = jaccard * (1 + 1e-9 * is_alike)
-            # If no remaining article shares an entity, the first one is taken.
+            # If no remaining article shares an entity with the cluster, the first one is taken.
             a = score.argmax() if score.any() else (n_unused > 0).argmax()
         clusters.append(np.array(cluster))
     return clusters
@@ -320,8 +321,8 @@ class Example(NamedTuple):
                                 # (one or two), object, bridge (the entity between two facts)
 
 def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
-    """Yields one Passage per example: the start of its text that fits into max_length positions.
-    Only the first max_mentions of the example's mentions are used (32 in app. B.1).
+    """Yields one Passage per example: as much of the start of its text as fits into max_length
+    positions. Only the first max_mentions of the example's mentions are used (32 in app. B.1).
 
     A question (task "qa") ends with one more mention, [E_start] [MASK] [E_end], with index -1
     (§4.4)."""
@@ -329,7 +330,7 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
     answer = [special[token] for token in (E_START, MASK, E_END)] if task == "qa" else []
     room = max_length - len(answer)
     for example in examples:
-        # To save time: a million characters never fit, unless nearly all of them are spaces.
+        # Tokenises at most a million characters, to save time. A passage hardly ever needs more.
         encoding = tokenizer.encode(example.text[:1_000_000], add_special_tokens=False)
         mentions = example.mentions[:max_mentions]
         passages = encode_text(encoding, mentions, room, room, special, Counter())
@@ -339,12 +340,12 @@ def example_passages(examples, task, tokenizer, max_length, max_mentions=32):
         yield Passage(tokens, index)
 
 def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Batch:
-    """A Batch of examples whose mentions are given. task: "claims", "qa", or None for texts only.
+    """A Batch of examples whose mentions are given. task: "claims", "qa", or None for plain texts.
     entity_index: {name: number}.
 
     Claims can come with clozes: true claims in which one entity is hidden. A cloze has this entity
-    as its answer instead of a label. All mentions of the entity become [MASK], and the first one is
-    asked for."""
+    as its answer instead of a label. All mentions of the entity become [MASK], and `answer` asks
+    for the entity at the first of them."""
     special = special_ids(tokenizer)
     batch = collate([*example_passages(examples, task, tokenizer, max_length)], special)
     batch.tokens = batch.unmasked.clone()
@@ -370,23 +371,24 @@ def example_batch(examples, task, tokenizer, entity_index, max_length=512) -> Ba
 # director (relation) Alma Verran (object). Objects are drawn at random. So a fact cannot be
 # guessed, only looked up or memorised.
 #
-# Five passages per subject. They have one to three sentences; from those with one, the model learns
-#     to find facts in short passages as well. Each fact is stated in four of the five (a subject's
-#     only fact in all five), each time in different words. Even if one of the four is held out and
+# Each subject has five passages of one to three sentences. Passages of one sentence teach the model
+#     to find facts in short passages as well. Each fact is in four of the five (a subject's only
+#     fact is in all five), each time in different words. Even if one of the four is held out and
 #     another only describes the fact (see below), two training passages still state it.
-# Two worlds. Their names consist of the same words, but no entity is in both. The model is trained
-#     on one. In the other, a fifth as large, memorised facts are no help: all entities are new.
-# Described facts. For half of the facts in split "train" (see toy_world), one of the passages
-#     that would state the fact says "Silent Garden's director is well known." instead, where
-#     "director" is linked to Alma Verran. This teaches the model to resolve such a description,
-#     the first hop of the question "Where was Silent Garden's director born?". In questions and
-#     claims, "director" is not linked.
-# Pairs of claims, a true and a false one about the same fact. The false object is drawn from other
-#     facts with this relation. So an object is about as frequent in false claims as in true ones,
-#     and a claim by itself does not show whether it is true.
+# There are two worlds. Their names consist of the same words, but no entity is in both. The model
+#     is trained on one world. In the other, a fifth as large, all entities are new, so memorised
+#     facts are no help.
+# Some facts are described. For half of the facts in split "train" (see toy_world), one of the
+#     passages that would state the fact instead says, for example, "Silent Garden's director is
+#     well known.", where "director" is linked to Alma Verran. This teaches the model to resolve
+#     such a description, which is the first hop of the question "Where was Silent Garden's
+#     director born?". In questions and claims, "director" is not linked.
+# Claims come in pairs, a true and a false one about the same fact. The false object is drawn from
+#     other facts with this relation. So an object is about as frequent in false claims as in true
+#     ones, and a claim by itself does not show whether it is true.
 
 class Relation(NamedTuple):
-    """A relation. In its sentences, S is the subject, O the object and N the noun."""
+    """A relation. In sentences, S stands for the subject, O for the object and N for the noun."""
     subject: str            # the kind of its subjects: "film"
     object: str             # the kind of its objects: "person"
     noun: str               # "S's N" describes O: "director"
@@ -413,7 +415,7 @@ def toy_world(seed=0) -> tuple:
 
     examples = {}
     for split, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
-        # No example asks for a described fact (a first hop may be one). Otherwise the model would
+        # No example asks for a described fact (its first hop may be one). Otherwise the model would
         # use descriptions, which other splits lack (tests/README.md, "Descriptions at the answer").
         plain = {fact: obj for fact, obj in splits[split].items() if fact not in described}
         one = toy_examples(rng, one_hop(plain), limit)
@@ -426,7 +428,7 @@ def toy_world(seed=0) -> tuple:
     return lines, examples
 
 def toy_names(rng) -> tuple:
-    """The names {kind: list} of the world to train on, and those of the unseen world."""
+    """The names {kind: list} of the training world, and those of the unseen world."""
     seen, unseen = {}, {}
     for kind, words in NAMES.items():
         firsts, lasts = (part.split() for part in words.split("/"))
@@ -447,7 +449,7 @@ def toy_facts(rng, names) -> dict:
 def toy_line(key, sentences, **others) -> dict:
     """{key: text, "mentions": its mentions, **others} for these sentences.
 
-    A sentence is a phrase and what S, O and N stand for: {"S": (words, entity), …}."""
+    Each sentence is a pair: a phrase, and {"S": (words, entity), …} for the S, O and N in it."""
     text, mentions = "", []
     for phrase, named in sentences:
         text += " " if text else ""
@@ -460,16 +462,16 @@ def toy_line(key, sentences, **others) -> dict:
     return {key: text, "mentions": mentions, **others}
 
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
-    """The lines of a world, with five passages per subject (see above). They contain 1, 2, 3, 3 and
-    3 facts if the subject has three, and 1, 1, 2, 2 and 2 if it has two. described: facts that are
-    described in one passage, never a held-out one. split: "train", of which 5% is then held out, or
-    "held_out"."""
+    """The lines of a world, with five passages per subject (see above). The five contain, in random
+    order, 1, 2, 3, 3 and 3 facts if the subject has three facts, and 1, 1, 2, 2 and 2 if it has
+    two. described: facts that are each described in one passage, never in a held-out one. split:
+    "held_out" for all passages, or "train", of which 5% are then held out."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
     for subject, object_of in objects.items():
         relations, n = list(object_of), len(object_of)
-        held_out = rng.integers(20)                         # which of the five; 5 or more: none
+        held_out = rng.integers(20)                         # number of a passage; 5 or more: none
         order = {r: rng.permutation(5) for r in relations}  # which phrase in which passage
         place = rng.permutation(5)          # facts are left out of passages place[0] and place[1]
         left_out = {r: place[2 * j // n] if n > 1 else None
@@ -496,13 +498,13 @@ def one_hop(plain) -> list:
 
 def two_hops(facts, plain) -> list:
     """What can be asked about two facts: "Where was X's director born?". The director is the bridge
-    from the first fact to the second, one of `plain` (not described). X is never the answer."""
+    between them. The second fact is one of `plain` (not described). X is never the answer."""
     return [{"subject": subject, "relations": [first, second], "object": plain[bridge, second],
              "bridge": bridge} for (subject, first), bridge in facts.items()
             for second in RELATIONS if plain.get((bridge, second)) not in (None, subject)]
 
 def example_sentence(item, phrase, claimed=None) -> tuple:
-    """A sentence for toy_line about an item of one_hop or, with "subject's noun", of two_hops."""
+    """A sentence for toy_line about an item of one_hop or two_hops (then "S's N" replaces "S")."""
     subject, noun = item["subject"], RELATIONS[item["relations"][0]].noun
     if "bridge" in item:
         phrase = re.sub(r"\bS\b", "S's N", phrase)
@@ -511,8 +513,9 @@ def example_sentence(item, phrase, claimed=None) -> tuple:
 def toy_examples(rng, asked, limit) -> dict:
     """{"qa": lines, "claims": lines}: at most `limit` of each, about random items of `asked`.
 
-    asked: from one_hop or two_hops. limit: None = all, each in both wordings of its questions and
-    claims, which hinders memorising. Two claims share an item, so limit / 2 items have claims."""
+    asked: items from one_hop or two_hops. limit: None = all items, each in both wordings of its
+    question and its claims (which hinders memorising); otherwise, each is in one random wording. A
+    true and a false claim share an item, so `limit` claims are about limit / 2 items."""
     qa, claims, objects = [], [], defaultdict(list)
     for item in asked:
         objects[item["relations"][-1]].append(item["object"])
@@ -598,7 +601,7 @@ REMARKS = [
     "S's N was in the news.", "What became of S's N?", "A book tells the story of S's N.",
     "Where is S's N today?", "Which of us remembers S's N?", "Of S's N much is said."]
 
-# The first and the last words of names. An unseen name is a new pair of known words.
+# The first words / the last words of names. An unseen name is a new pair of known words.
 NAMES = {
     "person": """Alma Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leon Marta Nils
         Olga Pavel Quinn Rosa Stefan Tilda Ulric Vera Walter Xenia Yara Zeno Agnes Bruno Celia
@@ -627,8 +630,8 @@ NAMES = {
         Mountain Night Ocean Painter Road Sailor Storm Summer Thief Tower""",
 }
 
-# Number of names in the training world. With fewer, the model memorises whole names, and takes an
-# unseen name for a known one that shares a word with it.
+# Number of names of each kind in the training world. With fewer, the model memorises whole names,
+# and mistakes an unseen name for a known name that shares a word with it.
 COUNTS = {"person": 1400, "city": 385, "country": 105, "company": 385, "film": 600}
 
 # ---------------------------------------------------------------- files: imports, errors
@@ -658,18 +661,18 @@ from xml.etree import ElementTree
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-TEXT_PRESETS = {        # parts of train.py's presets; here, since `data.py check` needs them too
+TEXT_PRESETS = {        # the parts of train.py's presets that `data.py check` also needs
     "toy": {"passage_length": 64, "max_length": 128, "vocab": 2000},
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 27             # version of the files in a run folder; others are refused
+FORMAT = 27             # version of the files in a run folder; other versions are refused
 
 class UserError(Exception):
-    """Something is wrong with what the user gave; the message is a sentence for a person."""
+    """An error that the user can correct. Its message is a sentence for a person."""
 
 def is_out_of_memory(error) -> bool:
-    """Whether memory ran out. PyTorch has a separate error class for this only on a GPU."""
+    """Whether RAM or GPU memory ran out. For RAM, PyTorch has no separate class of error."""
     return isinstance(error, MemoryError) or bool(re.search("allocate|out of memory", str(error)))
 
 @contextmanager
@@ -691,7 +694,7 @@ def intact(path, what="is damaged", remedy="remove it to train this stage again"
 # ---------------------------------------------------------------- JSON lines
 
 def open_bytes(path):
-    """A file open for reading. Raises UserError for a folder or a pipe."""
+    """Opens a file for reading, in binary mode. Raises UserError for a folder or a pipe."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path}: not a regular file; give a file that can be read twice, not a "
                         "folder or a pipe")
@@ -699,7 +702,7 @@ def open_bytes(path):
 
 def open_text(path, errors="strict") -> Iterator[str]:
     """The lines of a UTF-8 file, plain or gzipped (whatever its name). Removes a byte-order mark.
-    Raises UserError if the file is truncated or, unless errors="surrogateescape", not UTF-8."""
+    Raises UserError if it is a damaged gzip file or, unless errors="surrogateescape", not UTF-8."""
     with open_bytes(path) as raw:
         file = gzip.open(raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
         lines = TextIOWrapper(file, "utf-8-sig", errors, newline="\n")
@@ -707,8 +710,9 @@ def open_text(path, errors="strict") -> Iterator[str]:
             yield from lines
 
 def read_records(path, make, errors=None):
-    """Yields make(record) for each line of a JSON-lines file; make may raise ValueError. A bad line
-    raises UserError "FILE:LINE: reason" or, given a list `errors`, appends this message to it."""
+    """Yields make(record) for each line of a JSON-lines file that is not blank; make may raise
+    ValueError. For a bad line, raises UserError "FILE:LINE: reason" or, if a list `errors` is
+    given, appends this message to the list."""
     for n, line in enumerate(open_text(path, "surrogateescape"), 1):
         try:
             if line.strip():
@@ -727,11 +731,11 @@ KINDS = {str: "a string", int: "a whole number", list: "a list", list[str]: "a l
          dict: "an object", None: "null"}
 
 def fields(where, record, **allowed) -> list:
-    """The values of these fields of a JSON record; None for one that is missing.
+    """The values of these fields of a JSON record; None for a missing field.
 
-    allowed: for each field the types and values that it may have, with None if it may be missing.
-    where: a prefix for their names in errors, such as "mentions[0].". Raises ValueError "field:
-    reason"."""
+    allowed: for each field, the types and values that it may have, and None if it may be missing.
+    where: a prefix for the names of fields in errors, such as "mentions[0].". Raises ValueError
+    "field: reason"."""
     if type(record) is not dict:
         advice = "" if where else " (write one per line)"
         raise ValueError(f"{where.rstrip('.') or 'the record'}: must be a JSON object{advice}")
@@ -739,7 +743,7 @@ def fields(where, record, **allowed) -> list:
         value = record.get(name)
         kind = type(value)                                      # isinstance(True, int) is true
         if list[str] in kinds and kind is list:
-            value = [item for item in value if type(item) is not str]       # for the error
+            value = [item for item in value if type(item) is not str]       # shown in the error
             kind = list if value else list[str]
         if value not in kinds and kind not in kinds:
             wanted = " or ".join(KINDS.get(kind) or repr(kind) for kind in kinds)
@@ -790,7 +794,7 @@ def read_examples(path, task) -> list:
 
 # ---------------------------------------------------------------- finding the mentions of a text
 
-# Finds words, punctuation marks, and single characters of Chinese and Japanese, which lack spaces.
+# Finds words and punctuation marks. Chinese and Japanese have no spaces: each character is a word.
 WORDS = pre_tokenizers.Split(
     Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}ー]|"
           r"[\p{L}\p{M}\p{N}\u00ad&&[^\p{Han}\p{Hiragana}\p{Katakana}ー]]+|\S"),
@@ -812,7 +816,7 @@ def without_bracket(name) -> str:
 
 def name_index(names) -> dict:
     """{first word: {number of words, largest first: {words: name}}}, for find_mentions. Names are
-    indexed without a final "(…)". If names become equal, one without "(…)" is preferred."""
+    indexed without a final "(…)". If this makes names equal, one without "(…)" is preferred."""
     index = {}
     for name in sorted(names, key=lambda name: name.endswith(")")):
         words = tuple(split_words(without_bracket(name))[0])
@@ -833,7 +837,7 @@ def find_mentions(text, index) -> list:
     return mentions
 
 def mention_finder(names):
-    """(how, find): find(text) returns the mentions of a text that comes without any. They are
+    """(how, find): find(text) returns the mentions of a text in which none are marked. They are
     spaCy's noun chunks, as in the paper (app. B.1), or, without spaCy, the longest matches of these
     entity names; `how` says which."""
     index = name_index(names)
@@ -845,7 +849,7 @@ def mention_finder(names):
         return how, lambda text: find_mentions(text, index)
 
     def noun_chunks(text):
-        """A chunk is linked to the entity whose name it contains, or the last of several."""
+        """Links each chunk to the entity whose name it contains, or to the last of several."""
         mentions = []
         for chunk in pipeline(text).noun_chunks:
             start, end = chunk.start_char, chunk.end_char
@@ -857,8 +861,8 @@ def mention_finder(names):
 # ---------------------------------------------------------------- files: atomic writes
 
 def write_file(path, write):
-    """Calls write(file) on a temporary file and renames it to `path`, so a reader sees the old file
-    or the new one. Raises UserError."""
+    """Calls write(file) on a temporary file and renames this file to `path`, so that a reader sees
+    either the old file or the complete new one. Raises UserError."""
     path = os.path.abspath(path)
     temporary, folder = path + ".tmp", os.path.dirname(path)
     try:
@@ -877,7 +881,7 @@ def write_file(path, write):
 
 def sync(path):
     """Makes the contents of a file durable: they survive a power cut."""
-    with open(path, "r+b") as file:             # Windows syncs only what can be written
+    with open(path, "r+b") as file:             # Windows syncs only files that are open for writing
         os.fsync(file.fileno())
 
 def sync_folder(path):
@@ -903,8 +907,9 @@ def link(source, target):
         sync(target)
 
 def commit_folder(part, folder, names, **about):
-    """Renames a folder `part` with the files `names` to `folder`, which is thus complete or absent.
-    First syncs the files, and writes their checksums and `about` (plain values) to meta.json."""
+    """Renames `part`, a folder with the files `names`, to `folder`, so that `folder` is complete or
+    absent. Before that, syncs the files, and writes their checksums and `about` (plain values) to
+    meta.json."""
     part = Path(part)
     for name in names:
         sync(part / name)
@@ -915,7 +920,8 @@ def commit_folder(part, folder, names, **about):
 
 def open_folder(folder, kind, wanted=lambda name: True) -> dict:
     """The contents of meta.json in a folder from commit_folder. Raises UserError unless all files
-    exist and, if wanted(name) is true, match their checksums. kind: what errors call the folder."""
+    exist, and those for which wanted(name) is true match their checksums. kind: what errors call
+    the folder."""
     with intact(folder, f"is missing or damaged: not a complete {kind}",
                 "remove it and run the same stage again"):
         meta = read_json(Path(folder, "meta.json"))
@@ -957,8 +963,8 @@ def printable(text) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 def print_any_text():
-    """Makes `print` escape characters that a terminal cannot show. A notebook's streams have no
-    such setting."""
+    """Makes `print` escape characters that a terminal cannot show. A notebook's output streams
+    cannot be set to do this."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -966,7 +972,7 @@ def print_any_text():
 def complain(program, error) -> int:
     """Prints one sentence on stderr; returns the exit status of a program that failed."""
     if isinstance(error, BrokenPipeError):
-        sys.stdout = open(os.devnull, "w")      # or Python complains again when it exits
+        sys.stdout = open(os.devnull, "w")      # otherwise Python complains again when it exits
         error = "the output was closed before everything was printed"
     elif isinstance(error, OSError):
         where, why = error.filename or "the output or a temporary file", error.strerror or error
@@ -981,7 +987,7 @@ def _wordpiece(vocab, lowercase=True, strip_accents=None) -> Tokenizer:
     words = {word: i for i, word in enumerate(vocab)}
     tokenizer = Tokenizer(models.WordPiece(words, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=strip_accents)       # strip_accents None: as lowercase
+        lowercase=lowercase, strip_accents=strip_accents)       # None: removed if lowercase is true
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)       # decodes "port ##o" as "porto"
     return tokenizer
@@ -990,8 +996,8 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     """A WordPiece tokenizer trained on strings. Equal strings give an equal vocabulary.
 
     If there is room for every word, each word is one token, and the only other entries are SPECIAL
-    and single characters, which spell new words. (WordPieceTrainer, used otherwise, would also keep
-    the intermediate pieces of each word, whose embeddings nothing would use.)"""
+    and single characters, from which new words are spelled. (WordPieceTrainer, which is used
+    otherwise, would also keep the intermediate pieces of each word, which would remain unused.)"""
     bert, count, chars = _wordpiece(SPECIAL), Counter(), Counter()      # bert: only to split texts
     split, normalize = bert.pre_tokenizer.pre_tokenize_str, bert.normalizer.normalize_str
     for text in texts:
@@ -1005,7 +1011,7 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
         return _wordpiece(vocab)
 
     # The trainer numbers "##" pieces in the random order of a hash table and breaks ties between
-    # merges by these numbers. So it gets these pieces beforehand, in order.
+    # merges by these numbers. So it is given the pieces beforehand, in a fixed order.
     inside = set("".join(word[1:] for word in words))
     pieces = []
     for char in sorted(chars, key=lambda char: (-chars[char], char)):
@@ -1023,7 +1029,7 @@ def train_tokenizer(texts, vocab_size=30522) -> Tokenizer:
     return _wordpiece([*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))])
 
 def unknown_words(tokenizer, texts) -> list:
-    """The words of these texts that the vocabulary lacks, which are read in pieces or as [UNK]."""
+    """The words of these texts that are not in the vocabulary (read in pieces or as [UNK])."""
     found = {}
     for text in texts:
         encoding = tokenizer.encode(text, add_special_tokens=False)
@@ -1034,9 +1040,10 @@ def unknown_words(tokenizer, texts) -> list:
     return list(found)
 
 def load_tokenizer(path) -> Tokenizer:
-    """The tokenizer of a vocab.txt. Case is kept if its words have capitals. Otherwise text is
-    lowercased, and its accents are removed unless the words have any. In BERT's vocabulary the
-    markers take two [unusedN] entries. Raises UserError."""
+    """The tokenizer for a file vocab.txt. If the file's words have capitals, case is kept.
+    Otherwise text is lowercased, and its accents are removed unless the file's words have accents.
+    In BERT's vocabulary, which lacks the markers, they take two [unusedN] entries. Raises
+    UserError."""
     vocab = [line.rstrip("\r\n") for line in open_text(path)]
     number = {word: i for i, word in enumerate(vocab)}
     # An empty or repeated line keeps its number under a name that no text contains. As in
@@ -1046,8 +1053,8 @@ def load_tokenizer(path) -> Tokenizer:
     words = [word for word in vocab if not word.startswith("[")]
 
     def changes_words(**rule):
-        """True if the rule changes more than a thousandth of the words. A few capitals are
-        accidents: the vocabulary of BERT's Chinese model has ten."""
+        """True if the rule changes more than a thousandth of the words. A few capitals do not
+        count: the vocabulary of BERT's Chinese model has ten."""
         rule = normalizers.BertNormalizer(clean_text=False, handle_chinese_chars=False, **rule)
         return sum(rule.normalize_str(word) != word for word in words) > len(vocab) / 1000
 
@@ -1072,8 +1079,8 @@ def special_ids(tokenizer, path="the tokenizer") -> dict:
 # ---------------------------------------------------------------- a tokenised corpus
 
 class Corpus:
-    """A tokenised corpus, whose arrays are memory-mapped files. Its fields and methods are listed
-    above Batch."""
+    """A tokenised corpus, whose arrays are memory-mapped files. The comment above Batch explains
+    its fields and methods."""
     ARRAYS = {"tokens": np.int32, "mention_entity": np.int32, "mention_char": np.int32,
               "article": np.int32, "held_out": np.bool_, "replaced": np.bool_, "text": np.uint8,
               "text_at": np.int64}
@@ -1103,10 +1110,10 @@ class Corpus:
     @staticmethod
     def build(path, folder, tokenizer, passage_length, max_length, unseen=0.0, old=None,
               replace=False, **about):
-        """Tokenises a corpus file, one text at a time, into a new folder, and opens this folder.
+        """Tokenises a corpus file, one text at a time, into a new folder. Returns the Corpus.
 
-        unseen: fraction of entities whose passages are all held out. old: a Corpus that is copied
-        first; new passages are then held out. replace: new articles replace old ones of the same
+        unseen: fraction of entities linked only in held-out passages. old: a Corpus that is copied
+        first; new passages are then held out. replace: new articles replace old ones with the same
         title. about: values for meta.json. Raises UserError for a bad line or no linked mention."""
         part = Path(f"{os.path.normpath(folder)}.part")
         shutil.rmtree(part, ignore_errors=True)
@@ -1133,13 +1140,13 @@ class Corpus:
         return np.searchsorted(self.mention_first, mentions, "right") - 1
 
     def show_mention(self, m, width=80) -> str:
-        """One line to read: "Title: before [mention] after"."""
+        """The line "Title: before [mention] after", with about `width` characters on each side."""
         p, (start, end) = self.passage_of(m), self.mention_char[m]
         first, stop = self.text_at[p]
         text, title = self.text[first:stop].tobytes().decode(), self.titles[self.article[p]]
         left, right = text[max(0, start - width):start], text[end:end + width]
         if start > width:
-            left = "…" + left[left.find(" ") + 1:]              # no part of a word
+            left = "…" + left[left.find(" ") + 1:]              # drop the word that was cut
         if end + width < len(text):
             right = right[:right.rfind(" ") + 1] + "…"
         return f"{title}: {left}[{text[start:end]}]{right}".replace("\n", " ")
@@ -1150,7 +1157,7 @@ class CorpusWriter:
     def __init__(self, folder, tokenizer, passage_length, max_length, unseen, old, replace):
         self.folder, self.tokenizer, self.special = folder, tokenizer, special_ids(tokenizer)
         self.lengths, self.unseen, self.old = (passage_length, max_length), unseen, old
-        self.replace, self.replaced = replace, set()        # numbers of old articles
+        self.replace, self.replaced = replace, set()        # replaced: numbers of old articles
         self.titles, self.entities = {}, {"": 0}            # "": mentions that are not linked
         self.counts, self.dropped = Counter(), Counter()
         if old is not None:
@@ -1161,7 +1168,7 @@ class CorpusWriter:
                 shutil.copy(Path(old.folder, name + ".bin"), folder)
 
     def write(self, path) -> dict:
-        """Writes all texts; returns what meta.json says of them. Raises UserError."""
+        """Writes all texts. Returns the counts for meta.json. Raises UserError."""
         n_linked = self.counts["linked"]
         with ExitStack() as stack:
             self.files = {name: stack.enter_context(open(Path(self.folder, name + ".bin"), "ab"))
@@ -1169,11 +1176,11 @@ class CorpusWriter:
             for text in tqdm(read_corpus(path), "texts tokenised", leave=False, disable=None):
                 self.write_text(text)
         if self.counts["linked"] == n_linked:
-            raise UserError(f"{path}: no text, or no linked mention to build a memory from")
+            raise UserError(f"{path}: contains no linked mention, so no memory can be built")
         if self.replaced:
             is_replaced = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
             with open(Path(self.folder, "replaced.bin"), "r+b") as file:
-                file.write(is_replaced.tobytes())       # at its start, where the old passages are
+                file.write(is_replaced.tobytes())       # the file begins with the old passages
         counts, names = self.counts, json.dumps([list(self.titles), list(self.entities)])
         counts["articles"], counts["entities"] = len(self.titles), len(self.entities) - 1
         Path(self.folder, "names.json").write_text(names, "utf-8")
@@ -1205,8 +1212,9 @@ class CorpusWriter:
                 self.files[name].write(np.asarray(values, Corpus.ARRAYS[name]).tobytes())
 
     def is_held_out(self, text, names) -> bool:
-        """Whether a passage is held out: because of its text's "split" (without one, one article in
-        twenty is), because `unseen` selects one of its entities, or because it is appended."""
+        """Whether a passage is held out: because its text's "split" says so, because `unseen`
+        selects one of its entities, or because it is appended. If its text has no "split", a
+        checksum of the title decides: one article in twenty is held out."""
         is_twentieth = zlib.crc32(text.title.encode()) % 20 == 0
         split = text.split or ("held_out" if is_twentieth else "train")
         is_unseen = any(name and zlib.crc32(name.encode()) < self.unseen * 2**32 for name in names)
@@ -1215,7 +1223,7 @@ class CorpusWriter:
 # ---------------------------------------------------------------- Wikipedia
 
 # The functions wiki, kilt, task, check and toy are commands, such as `python data.py wiki …`. The
-# first line of their docstrings is the help text.
+# first line of each docstring is the help text of the command.
 #
 # A page is written in wikitext: [[target|shown]] is a link, and {{name|argument|…}} is a template,
 # which prints a text. mwparserfromhell parses the page, section by section. A link becomes
@@ -1229,20 +1237,20 @@ MAX_SECTION, MAX_UNCLOSED = 50_000, 100         # characters; marks such as "[["
 OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|"
                            r"\}\}|\|\}(?!\})|\]\]|\]|</[a-zA-Z]\w*")
 CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
-HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # emptied
-# Links that show nothing in the text: files, categories, and the page in other languages ("de:…")
-# (the eight excepted prefixes look like languages, but belong to other wikis and show a text).
+HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # tags to be emptied
+# Links that show nothing in the text: files, categories, and the same page in other languages
+# ("de:…"). The eight excepted prefixes look like languages, but links with them show a text.
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
                        r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")
-# Other namespaces and wikis, but not "Alien: Covenant" or "Re:Zero"; pages that list the meanings
-# of a name.
+# Titles in other namespaces and wikis (but not "Alien: Covenant" or "Re:Zero"), and titles and
+# templates of disambiguation pages, which list the meanings of a name.
 NO_ARTICLE = re.compile(r"(?!Re:)[A-Za-z -]+:(?! )|.* \(disambiguation\)$")
 AMBIGUOUS = re.compile(r"(?i)\{\{\s*([\w -]*disambig(?!\w* needed)[\w -]*|dab|hndis|geodis)\s*[|}]")
 # A section without prose ends at the next heading of the same or a higher level.
 NO_PROSE = re.compile(r"(?ims)^(=+) *(references|notes|notes and references|footnotes|citations|"
                       r"sources|works cited|bibliography|further reading|external links|see also|"
                       r"gallery) *\1[ \t]*$.*?(?=^(?!\1=)=|\Z)")
-# What templates print within a sentence, from their arguments.
+# What templates print in a sentence. {0} is a template's first argument, {last} its last one.
 PRINTED = dict.fromkeys("nowrap nobr small smaller abbr tooltip keypress angbr sc val math mvar "
                         "formatnum nihongo ill flag".split(), "{0}")
 PRINTED |= {"lang": "{1}", "transl": "{last}", "transliteration": "{last}", "as of": "as of {0}",
@@ -1266,7 +1274,7 @@ TIDY = (("(?<!')''(?!')([^'\n]*[\\w\x03])'''(?=s\\b)", "\\1'"),          # ''Ili
 
 def read_dump(path, say_language=False):
     """Yields (title, kind, text) for each page of an XML dump, plain or bz2. If a page has several
-    revisions, the newest is read (by timestamp or, without timestamps, the last).
+    revisions, the newest one is read or, if they have no timestamps, the last one.
 
     kind: "article", "redirect" (text: its target), "disambiguation page" (text: "") or "other
     namespace". A dump with a <!DOCTYPE>, which could define huge XML entities, is refused."""
@@ -1295,7 +1303,7 @@ def read_dump(path, say_language=False):
                 root.clear()                                # or the whole dump stays in memory
 
 def page_kind(page, text) -> tuple:
-    """(title, kind, text) of a <page>. text: that of its newest revision."""
+    """(title, kind, text) of a <page>. text: the text of its newest revision."""
     title, redirect = canonical(page.findtext("{*}title", "")), page.find("{*}redirect")
     if page.find("{*}ns") is None:
         raise ValueError("a page has no <ns>; give a dump of schema 0.6 or later")
@@ -1308,10 +1316,10 @@ def page_kind(page, text) -> tuple:
     return title, "article", text
 
 def canonical(title):
-    """A title as MediaWiki shows it: "_" is a space, the first letter a capital, no "#section"."""
+    """A title as MediaWiki shows it: spaces for "_", a capital first letter, and no "#section"."""
     title = " ".join(html.unescape(title).partition("#")[0].replace("_", " ").split())
     first = title[:1].upper()
-    return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß" has no capital
+    return (first if len(first) == 1 else title[:1]) + title[1:]        # "ß".upper() is "SS"
 
 def is_open(section) -> bool:
     """Whether a section leaves more than MAX_UNCLOSED marks open. A mark that is opened inside a
@@ -1329,7 +1337,7 @@ def is_open(section) -> bool:
     return False
 
 def template_text(template) -> str:
-    """What a template prints in a sentence, or "\x04"."""
+    """What a template prints in a sentence, or "\x04" if that is not known."""
     name, _, first = str(template.name).lower().replace("_", " ").strip().partition(":")
     values = [str(p.value).strip() for p in template.params if not p.showkey]
     values = [first.strip(), *values] if first else values              # {{formatnum:1000}}
@@ -1358,7 +1366,7 @@ def prose(section) -> str:
         shown = " ".join(str(link.text or target.lstrip(":")).split())
         link.text = "" if IN_MARGIN.match(target) else f"\x01{target}\x02{shown}\x03"
     text = code.strip_code(collapse=False, keep_template_params=True)
-    if GAP.search(text):        # rare; splitting every text would take time
+    if GAP.search(text):        # gaps are rare, and splitting every text would take time
         text = "\n".join(" ".join(sentence for sentence in SENTENCE_END.split(line)
                                   if not GAP.search(sentence)) for line in text.split("\n"))
     text = text.replace("\x04", "")
@@ -1367,7 +1375,7 @@ def prose(section) -> str:
     return text
 
 def read_article(page) -> tuple:
-    """(title, a (text, links) per paragraph, number of sections left out) for a page of read_dump.
+    """(title, [(text, links) per paragraph], number of sections left out) for a read_dump page.
     A link is a Mention whose entity is still the target as written in the page."""
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
@@ -1391,11 +1399,11 @@ def read_article(page) -> tuple:
 
 def wiki(path, out, workers=1) -> Counter:
     """turn a Wikipedia dump (pages-articles) into a corpus"""
-    import mwparserfromhell  # noqa: F401     (optional: fails here, before any work is done)
+    import mwparserfromhell  # noqa: F401     (optional; if it is missing, fail before any work)
     counts, redirects = Counter(), {}
 
     def articles():
-        """Every article, parsed. The dump is read twice, first for its redirects."""
+        """Yields every article, parsed. The dump is read twice, first for its redirects."""
         for title, kind, text in read_dump(path, say_language=True):    # a redirect may come last
             counts.update({"pages": 1, "pages: " + kind: 1})
             if kind == "article":
@@ -1406,16 +1414,16 @@ def wiki(path, out, workers=1) -> Counter:
         try:
             with ProcessPoolExecutor(workers, initializer=signal.signal,    # workers ignore Ctrl-C
                                      initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
-                while batch := list(islice(pages, 64 * workers)):   # a dump is larger than memory
+                while batch := list(islice(pages, 64 * workers)):   # a dump can exceed the memory
                     yield from pool.map(read_article, batch)
         except BrokenExecutor:
             raise UserError("a worker was killed; if memory is short, use fewer --workers")
     return write_corpus(out, articles(), counts, redirects)
 
 def write_corpus(out, articles, counts, redirects={}) -> Counter:
-    """Writes articles, in read_article's form, as a corpus with one paragraph per line. Prints how
-    many links were kept, and how many were dropped and why. The iterator `articles` also adds to
-    `counts`. In wiki, it fills `redirects`, {title: target}, before it yields the first article."""
+    """Writes articles, in read_article's form, as a corpus with one paragraph per line. Prints and
+    returns `counts` (of pages, links, mentions, …), to which the iterator `articles` also adds. In
+    wiki, this iterator fills `redirects`, {title: target}, before it yields the first article."""
     def article_of(link):
         """The title of the article that a link leads to, or ""."""
         title = canonical(link.entity.lstrip(" :"))
@@ -1453,27 +1461,27 @@ PERSON = re.compile(r"[A-Z][\w.'’-]+( [A-Z]\.)*( (van|von|de|der|del|della|di|
                     r"[A-Z][\w'’-]+$")
 
 def names_for(shown, entity) -> list:
-    """Names that can refer to `entity` in a page with a link to it whose text is `shown`."""
+    """Names that can refer to `entity` on a page that links to it with the text `shown`."""
     base = without_bracket(entity)
     if base != entity:                          # "Mercury" may mean more than "Mercury (planet)"
         return [base] if shown == base else []
-    if shown[:1].islower():                     # a common noun: add its plural, and capitalise
+    if shown[:1].islower():                     # a common noun: add plural and capitalised forms
         noun = base[0].lower() + base[1:]
         return [noun, noun + "s", base, base + "s"]
     is_family_name = base.endswith(" " + shown) and PERSON.match(base)
     return [base, shown] if is_family_name else [base]
 
-# Applied to the text around a name, in which "\x01", the name's first letter and "\x01" replace the
-# name. A match means that it may be only a part of "dog-like", "North Karovia" or "Karovia
+# Applied to the text around a name, with the name replaced by "\x01", its first letter and "\x01".
+# A match means that the name may be part of a longer one: "dog-like", "North Karovia", "Karovia
 # Airways". ("In Karovia" at the start of a sentence matches as well, so this mention is lost.)
 PART = re.compile(r"-\x01|\x01-|\x01 [A-Z]|(?<!\S)[A-Z][^\s.!?:;]* \x01[A-Z]")
 
 def extend_mentions(title, paragraphs) -> Iterator[tuple]:
-    """Adds mentions to a page's paragraphs [(text, mentions)], since Wikipedia usually links an
-    entity only once per page.
+    """Yields a page's paragraphs (text, mentions) with added mentions, since Wikipedia usually
+    links an entity only once per page.
 
-    The page's own title is linked everywhere. The names that names_for gives for a link are linked
-    after it. But a part of a title, such as "Einstein", is linked only if it never occurs before
+    The page's own title is linked everywhere. After a link, the names that names_for gives for it
+    are linked. But a part of a title, such as "Einstein", is linked only if it never occurs before
     its link. A name that two entities share is linked only if the page is about one of them."""
     # True for "Anarchism", but also for "Karovia": a title does not show whether it is a name.
     is_noun = title[1:].islower() and "(" not in title
@@ -1505,7 +1513,7 @@ def extend_mentions(title, paragraphs) -> Iterator[tuple]:
 def kilt(path, out) -> Counter:
     """turn KILT's knowledge source into a corpus
 
-    Headings and lists are left out. A line is a page: {"wikipedia_title", "text": [title,
+    Headings and lists are left out. Each line is a page: {"wikipedia_title", "text": [title,
     paragraph, …], "anchors": [{"paragraph_id", "start", "end", "wikipedia_title" or "href"}, …]}"""
     def article(page):
         """The page in the form of read_article's result."""
@@ -1528,15 +1536,15 @@ def kilt(path, out) -> Counter:
 
 # ---------------------------------------------------------------- the published task files
 
-# A file of another task has different fields or values, so it is refused. Gold evidence is
-# not used (§4.3). CLAIM_TASKS: a claim's text field, and {label in the file: one of CLAIM_LABELS}.
+# A file from another task has other fields or values, so it is refused. Gold evidence is not used
+# (§4.3). CLAIM_TASKS: the field with the claim, and {label in the file: one of CLAIM_LABELS}.
 SAME = {label: label for label in CLAIM_LABELS}
 CLAIM_TASKS = {"fever": ("claim", SAME), "fm2": ("text", SAME),
                "hover": ("claim", {"SUPPORTED": "SUPPORTS", "NOT_SUPPORTED": "REFUTES"})}
 QUESTION_TASKS = ("triviaqa", "complexwebquestions", "entityquestions")
 
 def published_example(record, name) -> dict:
-    """A claim and its label, or a question and the texts of its answers, the best one first."""
+    """A claim and its label, or a question and its answer texts, each before its aliases."""
     if name in CLAIM_TASKS:
         text_field, label_of = CLAIM_TASKS[name]
         text, label = fields("", record, **{text_field: [str], "label": [*label_of]})
@@ -1557,7 +1565,7 @@ def published_example(record, name) -> dict:
     return {"question": question.strip(), "answer_text": list(dict.fromkeys(texts))}
 
 def published_examples(path, name) -> list:
-    """The examples in a published file: a JSON list, {"Data": list} or JSON lines."""
+    """The examples in a published file, which is a JSON list, {"Data": list} or JSON lines."""
     text, examples, n = "".join(open_text(path)), [], 0
     try:
         try:
@@ -1574,7 +1582,7 @@ def published_examples(path, name) -> list:
     return examples
 
 def answer_key(name):
-    """A name's form for comparison: no case, punctuation, "_" or leading "a", "an" or "the".
+    """A name made comparable: lower case, without punctuation, "_" or a leading "a", "an" or "the".
     "The_Black_Sea" becomes "black sea", but "Vitamin A" does not become "vitamin"."""
     words = [word for word in split_words(name)[0] if word[:1].isalnum()]
     has_article = len(words) > 1 and words[0] in ("a", "an", "the")
@@ -1583,9 +1591,9 @@ def answer_key(name):
 def answer_entities(corpus) -> tuple:
     """({answer_key: entity}, the keys that match a title only without its final "(…)").
 
-    corpus: a file. A key refers to an entity whose title matches it, otherwise to one whose title
-    matches it without a final "(…)", otherwise to one with a mention whose text matches it. Among
-    several entities, it refers to the most frequent."""
+    corpus: the path of its file. A key refers to an entity whose title matches it, otherwise to
+    one whose title without a final "(…)" matches it, otherwise to one with a mention whose text
+    matches it. If several entities qualify, the key refers to the most frequent one."""
     named = Counter((m.entity, answer_key(text.text[m.start:m.end]))
                     for text in read_corpus(corpus) for m in text.mentions if m.entity)
     total = Counter(entity for entity, _ in named.elements())
@@ -1599,7 +1607,7 @@ def answer_entities(corpus) -> tuple:
 def task(name, paths, out, corpus=None):
     """turn the published files of a task into examples
 
-    The "answers" of a question are the entities that its "answer_text" names; it may have none."""
+    The "answers" of a question, possibly none, are the entities that its "answer_text" names."""
     if name in QUESTION_TASKS and corpus is None:
         raise UserError(f"{name}: give the corpus whose entities are the answers: --corpus FILE")
     examples, n_bracket = [], 0
@@ -1640,9 +1648,9 @@ def check(path, preset="toy"):
         print("There is nothing to train on: all linked mentions are held out.")
     if not counts["mentions_to_evaluate_on"]:
         print("There is nothing to evaluate: no held-out passage has exactly one mention of an "
-              "entity that another passage also links and that is not its article's title. Mark "
-              'more texts with "split": "held_out".')
-    print("A sample of mentions (marked by brackets), and the entities they are linked to:")
+              "entity that is also linked in another passage and is not the title of the held-out "
+              'passage\'s article. Mark more texts with "split": "held_out".')
+    print("A sample of mentions (in brackets), and the entities they are linked to:")
     for m in np.random.default_rng(0).permutation(len(corpus.mention_entity))[:10]:
         entity = corpus.entity_names[corpus.mention_entity[m]] or "nothing"
         print(printable(f"  {corpus.show_mention(m, 40)} -> {entity}"))
@@ -1657,7 +1665,7 @@ def toy(out, seed=0):
         write_lines(Path(out, name + ".jsonl"), records)
 
 def at_least(least):
-    """An argparse type: a whole number that is `least` or more."""
+    """An argparse type: a whole number from `least` to 2 ** 63 - 1."""
     def number(text):
         if not text.isdecimal() or not least <= int(text) < 2 ** 63:
             raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
@@ -1665,7 +1673,7 @@ def at_least(least):
     return number
 
 def arguments_of(arguments) -> dict:
-    """The parsed command line: the function as "run", and its arguments under their names."""
+    """The parsed command line: the command's function as "run", and its arguments by name."""
     parser = argparse.ArgumentParser(description="Make, check and convert corpora and examples.")
     commands, add = parser.add_subparsers(required=True), {}
     for run in (toy, check, wiki, kilt, task):
@@ -1685,13 +1693,13 @@ def arguments_of(arguments) -> dict:
     return vars(parser.parse_args(arguments))
 
 def main(arguments=None) -> int:
-    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C."""
+    """Runs a command. Returns the exit status: 0, 1 (after an error) or 130 (after Ctrl-C)."""
     options = arguments_of(arguments)
     print_any_text()
     inputs = [options.get("path"), options.get("corpus"), *options.get("paths", ())]
     try:
         out, inputs = options.get("out"), {os.path.realpath(path) for path in inputs if path}
-        written = [out, out + ".tmp"] if out else []        # .tmp: write_file's
+        written = [out, out + ".tmp"] if out else []        # .tmp: write_file's temporary file
         if inputs.intersection(map(os.path.realpath, written)):
             raise UserError(f"--out {out} would overwrite an input file; give another name")
         options.pop("run")(**options)

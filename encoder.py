@@ -4,11 +4,11 @@
     SpanEncodingLayer(H, row, start, end) = W [H_start; H_end]                    (M, dim)     eq. 1
     MLMHead(H at the masked positions)                                            (L, vocab)
 
-A batch contains B passages, padded to the length T of the longest, and L masked tokens. For its M
-mentions, row (M,) is the index of the passage, and start and end (M,) are the positions of the
-markers, the tokens [E_start] and [E_end] before and after each mention. The layers are post-LN, as
-in BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end, and d_K, d_V and d_C for
-key_dim, value_dim and coref_dim."""
+A batch contains B passages, padded to the length T of the longest, and L masked tokens. Each of its
+M mentions is between two marker tokens, [E_start] and [E_end]. For each mention, row (M,) contains
+the index of its passage in the batch, and start and end (M,) contain the positions of its markers.
+The layers are post-LN, as in BERT: LayerNorm(x + f(x)). The paper writes s and e for start and end,
+and d_K, d_V and d_C for key_dim, value_dim and coref_dim."""
 import json
 import math
 import re
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 def setting(default, allowed, text, since="batch-tome"):
-    """A dataclass field that is also a flag of train.py. allowed: allowed values, or (minimum,
-    maximum). text: the help text. since: the first stage that depends on the setting ("corpus": the
-    tokenisation). If the setting changes, `train.py --from` can only reuse earlier stages."""
+    """A dataclass field that is also a flag of train.py. allowed: the allowed words, or (minimum,
+    maximum). text: the help text. since: the first stage that depends on the setting ("corpus" is
+    the tokenisation). If the setting changes, `train.py --from` can reuse only earlier results."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
@@ -35,12 +35,12 @@ class Config:
     hidden: int = setting(768, (1, 10_000), "width of the Transformer")
     n_heads: int = setting(12, (1, 1000), "attention heads")
     intermediate: int = setting(3072, (1, 10**5), "width of the feed-forward layers")
-    max_positions: int = setting(512, (16, 10**5), "rows of the position embeddings")
+    max_positions: int = setting(512, (16, 10**5), "number of position embeddings")
     dropout: float = setting(0.1, (0, 0.9), "dropout rate")
     gelu: str = setting("tanh", ("tanh", "none"), "approximation of GELU; none: exact")
     init_std: float = setting(0.02, (0, 1), "standard deviation of initial weights")
-    # TOME-1 has one TOMEBlock with n_upper layers; TOME-2 has two, with half as many each (for
-    # n_upper = 1, see layers_per_block).
+    # TOME-1 has one TOMEBlock with n_upper layers. TOME-2 has two TOMEBlocks with n_upper / 2
+    # layers each (for n_upper = 1, see layers_per_block).
     n_initial: int = setting(4, (1, 100), "Transformer layers below the first memory layer")
     n_upper: int = setting(8, (1, 100), "Transformer layers above the first memory layer")
     n_blocks: int = 1
@@ -49,10 +49,10 @@ class Config:
     coref_dim: int = setting(512, (1, 10_000), "size of coreference encodings, d_C")
     # MentionMemory.retrieve explains k_shard, and increases it if there are few processes.
     k: int = setting(128, (1, 10**6), "memories that a mention attends to", "tome")
-    k_shard: int = setting(2, (1, 10**6), "memories that each process offers", "tome")
-    # 4096: all that the paper's 128 processes offer for eq. 10, 32 each (app. C.1.4).
-    k_answer: int = setting(4096, (1, 10**6), "memories that eq. 10 compares", "tome")
-    k_answer_shard: int = setting(32, (1, 10**6), "memories each process offers for eq. 10", "tome")
+    k_shard: int = setting(2, (1, 10**6), "candidate memories per process, for --k", "tome")
+    # 4096: the paper's eq. 10 uses all candidates of its 128 processes, 32 each (app. C.1.4).
+    k_answer: int = setting(4096, (1, 10**6), "memories retrieved for eq. 10", "tome")
+    k_answer_shard: int = setting(32, (1, 10**6), "candidates per process, for --k-answer", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
     # Rows of memory.EntityTable, which both baselines have (if memory is none, for eq. 10 only).
@@ -63,9 +63,9 @@ class Config:
     @property
     def layers_per_block(self):
         """Transformer layers in a TOMEBlock. A single upper layer (preset toy) cannot be divided
-        (1 // 2 is 0), so each block of TOME-2 gets two layers: a copy of it, and one that at first
-        only normalises (tome.split_into_blocks). With the copy alone, TOME-2 learned claims about
-        two facts less well."""
+        (1 // 2 is 0), so each block of TOME-2 gets two layers: a copy of that layer, and one that
+        at first only normalises (tome.split_into_blocks). With the copy alone, TOME-2 learned
+        claims about two facts less well."""
         return self.n_upper // self.n_blocks or 2
 
 class Embeddings(nn.Module):
@@ -75,7 +75,7 @@ class Embeddings(nn.Module):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden)
         self.position = nn.Embedding(config.max_positions, config.hidden)
-        self.segment = nn.Embedding(2, config.hidden)       # BERT has two; a passage is segment 0
+        self.segment = nn.Embedding(2, config.hidden)       # BERT has two segments; only 0 is used
         self.norm = nn.LayerNorm(config.hidden, eps=1e-12)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -92,8 +92,8 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, packing):
-        """Softmax(q k^T / sqrt(d)) v for each head. x (n, hidden) -> (n, hidden): the tokens of all
-        passages, one after the other. Packing, below, converts between n and (B, T)."""
+        """Softmax(q k^T / sqrt(d)) v per head of size d. x (n, hidden) -> (n, hidden): the tokens
+        of all passages, one after another. Packing (below) converts from and to (B, T, hidden)."""
         qkv = packing.unpack(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, heads, T, d) each
         mask = packing.attention_mask[:, None, None]                                # (B, 1, 1, T)
@@ -121,7 +121,8 @@ class TransformerLayer(nn.Module):
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
 class TransformerBlock(nn.Module):
-    """x (B, T, hidden), attention_mask (B, T) True = token -> (B, T, hidden), zero at padding."""
+    """A stack of layers. x (B, T, hidden), attention_mask (B, T) -> (B, T, hidden). At padding, the
+    mask is false and the output is zero."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
@@ -137,10 +138,10 @@ class Packing:
     """Leaves padding out of the computation, except in attention: (B, T, C) <-> (n, C).
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows: one per token, and a little padding to make n a multiple of 128 (if there is enough),
-    because oneDNN (PyTorch's library for CPUs) compiles code for each new n. (x.flatten(0, 1) and
-    its inverse would give the same results, but the layers would also process all padding, often a
-    third of a batch.)"""
+    rows: one per token, plus a little padding. The padding makes n a multiple of 128 (if the batch
+    contains enough), because oneDNN (PyTorch's library for CPUs) compiles code for each new n.
+    (With x.flatten(0, 1) and its inverse instead, the results at tokens would be the same, but the
+    layers would also process all padding, often a third of a batch.)"""
     def __init__(self, attention_mask):
         self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
         tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
@@ -151,7 +152,7 @@ class Packing:
         return x.flatten(0, 1).index_select(0, self.rows)
 
     def unpack(self, x):
-        """The tokens' rows at their positions: x (n, C) -> (B, T, C), zero at padding."""
+        """Puts each token's row back at its position: x (n, C) -> (B, T, C), zero at padding."""
         flat = x.new_zeros(self.attention_mask.numel(), x.shape[-1])
         flat = flat.index_copy(0, self.rows[:self.n_tokens], x[:self.n_tokens])
         return flat.unflatten(0, self.attention_mask.shape)
@@ -181,7 +182,7 @@ class MLMHead(nn.Module):
         return F.linear(h, word_embedding, self.bias)
 
 def init_weights(module, std):
-    """Draws normal weights (not truncated, unlike BERT's) and zeroes biases. For Module.apply."""
+    """Draws normally distributed weights (not truncated, unlike BERT's) and zeroes biases."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear):
@@ -203,7 +204,7 @@ def low_precision(config, device):
 # ==== Set apart: published weights ================================================================
 # Published weights are a BERT folder or a file from the paper's own code (JAX, flax). read_bert and
 # read_flax return tensors, and our names for layers and blocks. read_weights applies these names,
-# and translates those of modules. Unusable weights raise ValueError, missing weights KeyError.
+# and our names for modules (MODULES). Unusable weights raise ValueError, missing weights KeyError.
 
 # here               in a BERT                             in the paper's code
 MODULES = [row.split() for row in """
@@ -243,7 +244,7 @@ GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": 
         "gelu_pytorch_tanh": "tanh"}                                        # BERT's -> torch's
 
 def beside(path, name):
-    """The file `name` at `path` or up to two folders above it (RUN/weights/step<N>), or None."""
+    """The file `name` at `path` (say, RUN/weights/step<N>) or up to two folders above, or None."""
     path = Path(path).absolute()
     files = (folder / name for folder in (path, *path.parents[:2]))
     return next(filter(Path.is_file, files), None)
@@ -258,7 +259,7 @@ def weights_files(path):
     return [Path(path)]
 
 def read_weights(path, config):
-    """(config, state): `config` with the sizes of these weights, and {our name: tensor}."""
+    """(config, state) of weights: `config` with their sizes, and {our name: tensor}."""
     path = Path(path)
     files = weights_files(path)
     if path.is_dir() and path in files:
@@ -277,13 +278,13 @@ def read_weights(path, config):
     for name, tensor in tensors.items():
         for theirs, ours in places.items():
             name = name.replace(theirs, ours)
-        # For example "initial.layers.0." (already ours), "attention.self.query" and "weight".
+        # For example "initial.layers.0." (already our name), "attention.self.query" and "weight".
         place, module, parameter = re.fullmatch(
             r"(.*layers\.\d+\.|.*memory_attention\.)?(?:(.*)\.)?(.*)", name).groups("")
         if module in OUR_MODULE:
             name = f"{place}{OUR_MODULE[module]}.{PARAMETER.get(parameter, parameter)}"
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
-                raise ValueError(f"{name} contains a value that is not a finite number")
+                raise ValueError(f"{name} contains a value that is not a finite float")
         state[name] = tensor.float()
     merge_maps(state)
     set_sizes(config, state)
@@ -296,7 +297,7 @@ def merge_maps(state):
     for query in [name for name in state if ".attention.query." in name]:
         parts = [state.pop(query.replace("query", part)) for part in ("query", "key", "value")]
         state[query.replace("query", "qkv")] = torch.cat(parts)
-    # The paper's code makes the query of eq. 10 with two linear maps; ours is their product.
+    # The paper's code has two linear maps for the query of eq. 10; our single map is their product.
     if "entity_query.linear.weight" in state:
         second = state["entity_query.linear.weight"]
         state["entity_query.linear.weight"] = second @ state.pop("coref.linear.weight")
@@ -319,8 +320,8 @@ def set_sizes(config, state):
         raise ValueError(f"hidden size {config.hidden} is not a multiple of {config.n_heads} heads")
 
 def read_bert(folder, config):
-    """(config, places, tensors) of a BERT. places: {their name for a layer: ours}. The last n_upper
-    layers go above the first memory layer (§4.1: 8 of 12)."""
+    """(config, places, tensors) of a BERT. places: {BERT's name of a layer: our name}. The last
+    n_upper layers go above the first memory layer (§4.1: 8 of 12)."""
     bert = json.loads((folder / "config.json").read_bytes())        # UTF-8 in any locale
     for name, known in (("model_type", ["bert"]), ("position_embedding_type", ["absolute"]),
                         ("layer_norm_eps", [1e-12]), ("hidden_act", list(GELU))):
@@ -331,7 +332,7 @@ def read_bert(folder, config):
     tensors = {}
     for file in weights_files(folder):
         tensors |= load_tensors(file)
-    # Wrappers add "module." or "_orig_mod.", and models with heads add "bert.".
+    # Wrappers add "module." or "_orig_mod." to names, and models with heads add "bert.".
     tensors = {re.sub(r"\b(_orig_mod|\w*module)\.", "", name).removeprefix("bert."): tensor
                for name, tensor in tensors.items() if not name.endswith("position_ids")}
     n_layers = sum(name.endswith(".intermediate.dense.bias") for name in tensors)
@@ -346,7 +347,7 @@ def read_bert(folder, config):
 def load_tensors(file):
     """{name: tensor} of a .safetensors file or a PyTorch file. Runs no code from the file."""
     if file.suffix == ".safetensors":
-        from safetensors.torch import load_file         # optional; ImportError names it
+        from safetensors.torch import load_file         # optional; if missing, ImportError names it
         return load_file(file)
     try:
         with torch.sparse.check_sparse_tensor_invariants():     # a forged index would crash Python
@@ -359,8 +360,8 @@ def load_tensors(file):
             if isinstance(tensor, torch.Tensor)}
 
 def check_tokenizer(folder, tokenizer):
-    """Raises ValueError if a BERT's own files describe a tokenisation that differs from that of
-    `tokenizer`, which data.load_tokenizer made from its vocab.txt."""
+    """Raises ValueError if the tokenizer files in a BERT's folder describe a tokenisation that
+    differs from that of `tokenizer`, which data.load_tokenizer made from the BERT's vocab.txt."""
     file, normalizer = folder / "tokenizer_config.json", tokenizer.normalizer
     says = json.loads(file.read_bytes()) if file.is_file() else {}
     ours = {"do_lower_case": normalizer.lowercase,
@@ -389,15 +390,15 @@ def check_tokenizer(folder, tokenizer):
 
 def read_flax(file, config):
     """(config, places, tensors) of a BATCH-TOME or TOME from a MessagePack file: nested maps whose
-    leaves are [shape, type, bytes], themselves packed. A file weights/step<N> contains the encoder;
-    checkpoint_<N> also contains heads, and the optimizer's state, which is ignored."""
-    import msgpack                                      # optional; ImportError names it
+    leaves are [shape, type, bytes], packed once more. A file weights/step<N> contains no MLM head;
+    checkpoint_<N> contains heads, and the optimizer's state, which is ignored."""
+    import msgpack                                      # optional; if missing, ImportError names it
     tree = msgpack.unpackb(file.read_bytes())
     tree = tree.get("params", {"encoder": tree})
     tree |= tree.pop("encoder")
     config = replace(config, n_blocks=2 if "intermediate_encoder" in tree else 1, gelu="tanh")
-    # A TOME file may also contain its BATCH-TOME's layers for memory, keys and values. Their names
-    # are not translated, so they are not used.
+    # A TOME's file may also contain layers of its BATCH-TOME: for keys, values and (in TOME-2)
+    # memory attention. Their names are not translated, so these layers are not used.
     if config.n_blocks == 1:            # PLACE expects the first block under these names
         tree["intermediate_encoder"] = tree.pop("final_encoder")
         tree["intermediate_memory_attention_layer"] = tree.pop("memory_attention_layer")

@@ -4,8 +4,8 @@
     python eval.py --ask "Who taught Oskar Jarvis?"         an answer and its sources
 
 Accuracy is the fraction of masked tokens predicted correctly ("tokens" in train.py's output) or,
-for a fine-tuned model, of questions or claims. Accuracy alone says little about a memory. So,
-alongside the accuracy with the memory ("memory"), the report gives these controls:
+for a fine-tuned model, of questions answered or claims judged correctly. Accuracy alone says
+little about a memory. So the report adds these controls to "memory", the accuracy with the memory:
 
     emptied          the memory has no rows
     shuffled         values are permuted: the same memories are retrieved, with wrong values (only
@@ -13,12 +13,12 @@ alongside the accuracy with the memory ("memory"), the report gives these contro
     without_memory   the memory layers are skipped, even their LayerNorm; eq. 10 still retrieves the
                      answer to a question
     fact_removed     the article about the subject, which states the (first) fact, is hidden
-    bridge_removed   the article about the entity between two facts is hidden: the one about the
-                     director in "Where was X's director born?"
+    bridge_removed   the article about the entity between two facts is hidden, for example the
+                     director's article for "Where was X's director born?"
     majority         the most frequent label or answer is always given
 
-A "seen" entity is linked in a training passage; an "unseen" one is not. LEGENDS, below, explains
-the other columns. The run folder is only read."""
+A "seen" entity is linked in a training passage; an "unseen" entity is not. LEGENDS, below,
+explains the other columns. Nothing in the run folder is changed."""
 import argparse
 import json
 import os
@@ -87,7 +87,7 @@ def ask(opened, text):
 
     Mentions are the names of entities in the text, and words in [brackets]. In "Where was Ida
     Hale's [teacher] born?" the brackets make the description a mention, at which TOME-2 can look up
-    the first fact. Raises data.UserError if the text has no mention."""
+    the first fact. Raises data.UserError if `opened` has no task or the text has no mention."""
     run, tome, _, task = opened
     if task is None:
         raise data.UserError("to ask, open the run with task=\"qa\" or task=\"claims\"")
@@ -131,7 +131,7 @@ def names_in(corpus):
     return data.name_index(corpus.entity_names)
 
 def text_batch(opened, text):
-    """(Batch of one text, {number of a mention: its words}). -1: the [MASK] after a question."""
+    """(Batch of one text, {mention number: its words}). -1 is the [MASK] after a question."""
     example = example_of(opened.run, text)
     batch = train.examples_batch(opened.run, opened.task, [example]).to(opened.run.device)
     words = {i: example.text[m.start:m.end] for i, m in enumerate(example.mentions)}
@@ -142,8 +142,8 @@ def text_batch(opened, text):
 
 @torch.no_grad()
 def forward(opened, batch, words):
-    """(H, EncodedMentions): TOME over a Batch of one text. words: as from text_batch, but only for
-    the mentions to return (show_masked wants only the masked one)."""
+    """(H, EncodedMentions): TOME's forward pass over a Batch of one text. words: {number: words} of
+    the mentions to return. (text_batch gives all mentions, show_masked only the masked one.)"""
     tome = opened.tome.eval()
     H, retrieved = tome(batch.tokens, batch.attention_mask, batch, opened.memory)
     z = tome.entity_query(H, batch.row, batch.start, batch.end)                           # (M, d_K)
@@ -157,7 +157,7 @@ def retrieve(opened, encoding):
     return opened.memory.retrieve(encoding[None], passage, config.k_answer, config.k_answer_shard)
 
 def sources_of(opened, found, m, n=3, entity=None):
-    """The n best Sources in row m of `found`, a Retrieved: of all entities, or only of `entity`."""
+    """The n best Sources in row m of a Retrieved; if `entity` is given, only its Sources."""
     if opened.run.is_baseline:
         return []
     corpus, weights = opened.run.corpus, attention_weights(found.scores[m])
@@ -172,13 +172,13 @@ def sources_of(opened, found, m, n=3, entity=None):
 # ---- Figures: the numbers in the report ----------------------------------------------------------
 
 def masked_mention_figures(run, tome, memory, n=1000):
-    """The keys "masked_mention" and "same_entity_mass" of eval.py --json, {group: cell} each. A
-    cell is {name: figure}, from at most n held-out mentions of a group (without any: null figures).
+    """The keys "masked_mention" and "same_entity_mass" of eval.py --json. Each is {group: cell}. A
+    cell is {name: figure}, from at most n held-out mentions (if there are none, figures are null).
 
-    The figures are those of train.masked_mentions. Except for a baseline, "masked_mention" also has
-    the controls, the "gain" (memory minus emptied: [mean over mentions, low, high], with the 95%
-    interval or nulls), and the fractions of mentions whose entity is first, or in the first 20, in
-    BM25's vote (bm25_ranks)."""
+    The figures come from train.masked_mentions. Except for a baseline, "masked_mention" also has
+    the controls, the "gain" (memory minus emptied: the mean over mentions and its 95% interval, as
+    [mean, low, high], where low and high may be null), and the fractions of mentions whose entity
+    is the first, or among the first 20, in BM25's vote (bm25_ranks)."""
     corpus, mentions = run.corpus, train.sample_eval_mentions(run, n)
     measure = partial(train.masked_mentions, run, tome, mentions=mentions)
     measured, items = measure(memory, progress="masked mentions")
@@ -210,8 +210,8 @@ def masked_mention_figures(run, tome, memory, n=1000):
     return figures
 
 def toy_figures(run, tome, memory, task):
-    """{hops: {group: cell}} for the toy world's examples in splits "test" and "unseen". For
-    questions, also "recall@20" and "bm25_recall@20", averaged over all of them."""
+    """{hops: {group: cell}} for the toy world's examples in splits "test" (group "seen") and
+    "unseen". For questions, also "recall@20" and "bm25_recall@20", averaged over all questions."""
     figures, cells = {"one_hop": {}, "two_hop": {}}, []
     for hops, groups in figures.items():
         for group, split in (("seen", "test"), ("unseen", "unseen")):
@@ -223,9 +223,9 @@ def toy_figures(run, tome, memory, task):
     return figures
 
 def figures_of(run, tome, memory, task, examples):
-    """A cell: {name of a figure: its mean over these examples}, "interval" ({name: 95% interval})
-    and "n". Figures: accuracies with the memory and with the controls that the examples allow and,
-    for questions, recall@20 (also BM25's) and "answer_is_entity" (only entities can be answers)."""
+    """A cell: {figure: its mean over these examples}, "interval" ({figure: 95% interval}) and "n".
+    The figures are the accuracies with the memory and with each control that the examples allow;
+    for questions, also recall@20 (eq. 10, BM25) and "answer_is_entity" (in LEGENDS: answerable)."""
     corpus, index = run.corpus, run.corpus.entity_index
     known = [[index[answer] for answer in e.answers if answer in index] for e in examples]
     measure = partial(train.judged_examples, run, tome, task, examples)
@@ -237,7 +237,7 @@ def figures_of(run, tome, memory, task, examples):
     controls = {"without_memory": (memory, {"attend": False})}
     if not run.is_baseline:
         controls["emptied"] = (memory.sample(0), {})
-        # Only if every example names an article, since otherwise some would have nothing removed.
+        # A control is used only if every example names an article that can be removed.
         for name, field in (("fact_removed", "subject"), ("bridge_removed", "bridge")):
             titles = [e.info.get(field) for e in examples]
             if all(isinstance(title, str) and title in corpus.article_index for title in titles):
@@ -245,7 +245,7 @@ def figures_of(run, tome, memory, task, examples):
     for name, (rows, options) in controls.items():
         values[name] = [item.is_correct for item in measure(rows, progress=name, **options)]
     if task == "qa" and not run.is_baseline:
-        # 20 passages contain more mentions than TOME's 20 memories, which favours BM25 (app. B.4).
+        # BM25 has an advantage: 20 passages have more mentions than TOME's 20 memories (app. B.4).
         texts = [run.tokenizer.encode(e.text, add_special_tokens=False).ids for e in examples]
         queries = [BM25Query(tokens=text, correct=answers, own=[])
                    for text, answers in zip(texts, known)]
@@ -261,9 +261,9 @@ def figures_of(run, tome, memory, task, examples):
         "n": len(examples), "interval": {name: interval(x, groups) for name, x in values.items()}}
 
 def interval(values, groups, n_draws=1000):
-    """[low, high], the 95% interval of a mean by bootstrap over groups, since values in a group are
-    not independent. values, groups (n,). None if all values are equal, or if there are fewer than
-    30 groups, since the interval would then be too narrow."""
+    """[low, high]: the 95% interval of a mean, from a bootstrap over groups (values in a group are
+    not independent). values, groups (n,). None if all values are equal or there are fewer than 30
+    groups, since the interval would then be too narrow."""
     values, (_, group) = np.asarray(values, float), np.unique(groups, return_inverse=True)
     size, total = np.bincount(group), np.bincount(group, values)
     if len(size) < 30 or np.ptp(values) == 0:
@@ -276,7 +276,7 @@ def interval(values, groups, n_draws=1000):
 # ==== Set apart: BM25 =============================================================================
 
 class BM25Query(NamedTuple):
-    """A query for BM25. Each of its 20 best passages votes for the entities that it links."""
+    """A query for BM25. The 20 best passages vote for the entities that they link."""
     tokens: list
     correct: list           # entity numbers
     own: list               # passages that do not vote. Their entities, except the correct ones,
@@ -294,7 +294,7 @@ def bm25(corpus, passages, k1=0.9, b=0.4):
     kept = np.isin(passage, passages) & ~np.isin(corpus.tokens, list(corpus.special.values()))
     postings, tf = np.unique(corpus.tokens[kept].astype(np.int64) * P + passage[kept],
                              return_counts=True)
-    token, passage = np.divmod(postings, P)         # of each posting (a pair), sorted by token
+    token, passage = np.divmod(postings, P)         # of each pair (a "posting"), sorted by token
     first = np.searchsorted(token, np.arange(corpus.vocab_size + 1))
     norm = k1 * (1 - b + b * np.bincount(passage, tf, P) * n / max(tf.sum(), 1))    # (P,)
     df = np.bincount(token)[token]
@@ -313,7 +313,7 @@ def bm25_ranks(corpus, passages, queries, k=20):
     for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
         scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
         scores[own] = 0
-        # Rounded, so that ties do not depend on the order in which a machine adds.
+        # Scores are rounded, so that ties do not depend on the order in which a machine adds.
         for p in np.argsort(-scores.round(9), kind="stable")[:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
@@ -336,8 +336,8 @@ def new_figure(path):
     return figure
 
 def draw_run(figure, opened, blocks):
-    """Left: training. Right: accuracy against the share of the memory (like the paper's figure 2,
-    but only the memory used for evaluation varies)."""
+    """Draws training (left), and accuracy against the share of the memory (right), as in the
+    paper's figure 2, except that only the memory used for evaluation varies."""
     run, tome, memory, _ = opened
     left, right = figure.subplots(1, 2, sharey=True)
     draw_training(left, run, blocks)
@@ -400,12 +400,12 @@ def draw_mentions(figure, mentions):
 
 LEGENDS = {
     None: "memory, emptied, shuffled: fraction of masked tokens predicted correctly with the "
-          "memory, with an empty memory, and with permuted values; gain, 95%: memory minus "
-          "emptied, averaged over mentions, and its interval. entity, bm25: fraction of mentions "
-          "whose entity is picked by eq. 10, or by BM25's 20 best passages, which vote for the "
-          "entities that they link; recall@20, bm25@20: fraction whose entity occurs in eq. 10's "
-          "20 best memories, or in the first 20 of the vote. visible, masked: mean attention of "
-          "visible and masked mentions to memories of their own entity.",
+          "memory, with an empty memory, and with permuted values. gain, 95%: memory minus "
+          "emptied, averaged over mentions, and its 95% interval. entity: fraction of mentions "
+          "whose entity eq. 10 picks. bm25: the same for a vote of BM25's 20 best passages for the "
+          "entities that they link. recall@20, bm25@20: fraction of mentions whose entity occurs "
+          "in eq. 10's 20 best memories, or in the first 20 of the vote. visible, masked: mean "
+          "attention of visible and masked mentions to memories of their own entity.",
     "qa": "Fraction of questions answered correctly, with the memory (95%: its interval) and with "
           "each control (listed in eval.py). answerable: fraction with an answer among the "
           "corpus's entities. recall@20, bm25@20: fraction with a correct answer among eq. 10's "
@@ -483,8 +483,8 @@ def say_mentions(mentions):
             say_sources(mention.words, mention.layers[n])
 
 def show_masked(opened, n):
-    """Masks n held-out mentions, taken from the groups in turn, and prints what each retrieves and
-    what the model predicts. Returns them as EncodedMentions."""
+    """Masks n held-out mentions one at a time, seen and unseen in turn, and prints what each of
+    them retrieves and what the model predicts. Returns their EncodedMentions."""
     run, corpus, encoded = opened.run, opened.run.corpus, []
     mentions = train.sample_eval_mentions(run, n)
     group = run.entity_group[corpus.mention_entity[mentions]]
@@ -522,7 +522,7 @@ def parse_arguments(argv):
     add("--json", action="store_true", help="print the figures as a JSON object")
     add("--show", nargs="?", const="5", metavar="N|TEXT", help="print what N masked mentions "
         "(default: 5), or the mentions of a text, retrieve")
-    add("--ask", metavar="TEXT", help="answer a question, or with --task claims judge a claim")
+    add("--ask", metavar="TEXT", help="answer a question or, with --task claims, judge a claim")
     args = parser.parse_args(argv)
     shows = args.show is not None or args.ask is not None
     if not 0 <= args.memory_fraction <= 1:          # also refuses NaN
@@ -530,7 +530,7 @@ def parse_arguments(argv):
     if args.show is not None and args.show.isdecimal() and int(args.show) == 0:
         parser.error("--show 0 shows nothing; give a number of at least 1, or a text")
     if args.examples and (shows or not args.task):
-        parser.error("--examples needs --task qa or --task claims, and no --show or --ask")
+        parser.error("--examples needs --task qa or claims; leave out --show and --ask")
     if args.plot and (args.json or not shows and (args.task or args.memory_fraction < 1)):
         parser.error("--plot without --show or --ask draws the pre-trained model with its whole "
                      "memory; leave out --json, --task and --memory-fraction")

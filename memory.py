@@ -1,5 +1,5 @@
-"""The mention memory: a table of a corpus's linked mentions, those whose entity is known, and
-attention to it (§2.1.2, §2.2.1).
+"""The mention memory, which is a table of the linked mentions of a corpus (those whose entity is
+known), and attention to this table (§2.1.2, §2.2.1).
 
     MemKey (N, d_K)   MemValue (N, d_V)   MemEnt (N,)         keys, values, entity
     passage and mention: where each row comes from in the corpus (N,)
@@ -10,9 +10,9 @@ attention to it (§2.1.2, §2.2.1).
     M_s      = LayerNorm(H_s + W_U Value(m))                                          eq. 9
 
 The classes BatchMemory (BATCH-TOME, §2.3), MentionMemory (TOME, §2.2), OwnValues (before retrieval
-works), GivenMemory (teacher forcing) and EntityTable (a baseline) have the same method `attend`,
-which returns a Retrieved. Only searches use its arguments k and k_shard. M mentions attend to N
-rows, and each mention retrieves K rows: usually the k best, or all N of a small memory. A row is
+works), GivenMemory (teacher forcing) and EntityTable (a baseline) all have a method `attend`, which
+returns a Retrieved. Only searches use the arguments k and k_shard of `attend`. M mentions attend to
+N rows, and each mention retrieves K rows: usually the k best, or all N of a small memory. A row is
 also called a memory. With several processes, each holds N rows of a MentionMemory, and ids number
 the rows of all processes. The comments at data.Batch list what a corpus and a batch contain."""
 import copy
@@ -30,22 +30,22 @@ import ann
 import data                     # its Corpus, its Batch, and functions for files
 from encoder import SpanEncodingLayer, low_precision
 
-PASSAGES_PER_SHARD = 8192       # of the memory's files; in ann.py a shard is a process's rows
-BATCH_TOKENS = 8192             # tokens encoded at a time
+PASSAGES_PER_SHARD = 8192       # here a shard is a set of files; in ann.py, one process's rows
+BATCH_TOKENS = 8192             # maximum number of tokens, with padding, encoded at a time
 ARRAYS = ("keys", "values", "entity", "passage", "mention")
 
 class Retrieved(NamedTuple):
-    """What M mentions retrieve: K memories each, the best first after a search. If a search finds
-    fewer, the rest have score -inf, id -1 and entity 0. attend_to_all returns all N rows, unsorted;
-    an excluded row has score -inf but keeps its id and entity."""
+    """What M mentions retrieve: K memories each. After a search, the best come first; if fewer are
+    found, the empty places have score -inf, id -1 and entity 0. attend_to_all returns all N rows,
+    unsorted; an excluded row has score -inf but keeps its id and entity."""
     scores: torch.Tensor            # (M, K) query · key, with gradient unless given by GivenMemory
-    ids: torch.Tensor               # (M, K) rows of the memory, over all processes
+    ids: torch.Tensor               # (M, K) row numbers, counted over all processes
     entity: torch.Tensor            # (M, K) MemEnt
-    weights: torch.Tensor = None    # (M, K) alpha of eq. 7; all zero where nothing was allowed
+    weights: torch.Tensor = None    # (M, K) alpha of eq. 7; zeros if all memories are excluded
     value: torch.Tensor = None      # (M, d_V) eq. 8
 
 def attention_weights(scores):
-    """Softmax over the last dimension. A row that is all -inf gives zeros instead of NaN."""
+    """Softmax over the last dimension. If all scores are -inf, the weights are 0 instead of NaN."""
     none = scores.isneginf().all(-1, keepdim=True)
     return torch.softmax(scores.masked_fill(none, 0.0), dim=-1).masked_fill(none, 0.0)
 
@@ -59,18 +59,18 @@ def attend_to_all(query, memory, excluded):
 
 class BatchMemory:
     """Linked mentions of a batch as a memory (§2.3): N rows, gathered from all processes, with
-    gradients to keys and values. It is useful since passages of a batch are related (app. A.1)."""
+    gradients to keys and values. It is useful because a batch has related passages (app. A.1)."""
     def __init__(self, keys, values, entity, passage):
         self.keys, self.values = ann.gather(keys), ann.gather(values)           # (N, d_K), (N, d_V)
         self.entity, self.passage = ann.gather(entity), ann.gather(passage)     # (N,)
 
     def attend(self, query, passage, k=None, k_shard=None):
-        """A mention never attends to its own passage (app. A)."""
+        """A mention never attends to memories from its own passage (app. A)."""
         return attend_to_all(query, self, passage[:, None] == self.passage)
 
 class OwnValues:
-    """For the first part of batch-tome (train.BatchTOMEStage), when retrieval is still random: each
-    mention, whatever its query, is given its own value from the unmasked text. This gives the
+    """Used in the first part of stage batch-tome (train.BatchTOMEStage), when retrieval is random:
+    whatever its query, each mention is given its own value, from the unmasked text. This gives the
     answer away on purpose, so that the layers above learn to read values. values (M, d_V)."""
     def __init__(self, values):
         self.values = values
@@ -82,8 +82,8 @@ class OwnValues:
 class EntityTable(nn.Module):
     """Entities as Experts (Févry et al. 2020), a primary baseline of the paper: a trained key and
     value per entity, not per mention. (With a single vector for both, as in the original, the model
-    learned less here.) With --memory none, only eq. 10 uses it. For an entity that training never
-    names, the table can only learn that this entity is never the answer. Row 0: no entity."""
+    learned less here.) With --memory none, only eq. 10 uses the table. If no training passage links
+    an entity, the table can only learn that this entity is never the answer. Row 0: no entity."""
     def __init__(self, config):
         super().__init__()
         self.keys = nn.Parameter(torch.randn(config.n_entities, config.key_dim) * 0.1)
@@ -91,26 +91,26 @@ class EntityTable(nn.Module):
         self.register_buffer("entity", torch.arange(config.n_entities), persistent=False)
 
     def attend(self, query, passage=None, k=None, k_shard=None):
-        """Attends to all entities, from any passage."""
+        """Attends to all entities, whatever the passage."""
         return attend_to_all(query, self, self.entity == 0)
 
     retrieve = attend           # for eq. 10, which uses only the scores and entity of the result
 
 class MentionMemory:
     """This process's N rows of the frozen table, as tensors. The arguments may be numpy arrays. A
-    query never retrieves rows of its own passage ("disallowed same passage retrieval", §2.4)."""
+    query never retrieves rows from its own passage ("disallowed same passage retrieval", §2.4)."""
     def __init__(self, keys, values, entity, passage, mention, device=None):
         for name, array in zip(ARRAYS, (keys, values, entity, passage, mention)):
             setattr(self, name, torch.as_tensor(array, device=device))
-        # n_search: the number of buckets that a query searches (app. C.1.2), set with `changed`.
-        # 0: exact search. Otherwise the first search makes 4 sqrt(N) buckets (our choice).
+        # n_search is the number of buckets that a query searches (app. C.1.2), set with `changed`.
+        # With 0, search is exact. Otherwise the first search makes 4 sqrt(N) buckets (our choice).
         self.n_search, self.index = 0, None
 
     def __len__(self):
         return len(self.keys)
 
     def search(self, query, k, query_passage):
-        """The k best of this process's rows outside the query's passage: scores, ids."""
+        """scores, ids (Q, k): this process's k best rows that are not from the query's passage."""
         if self.n_search == 0:
             return ann.exact_topk(query, self.keys, k, query_passage, self.passage)
         with torch.autocast(query.device.type, enabled=False):          # in float32, as in ann.dot
@@ -120,9 +120,9 @@ class MentionMemory:
 
     def retrieve(self, query, passage, k, k_shard):
         """TopMem (§2.2.1): a Retrieved without weights and value. The search has no gradient; the
-        keys that it finds are scored again, with gradient. Each process offers its k_shard best,
-        and the k best of these are kept (app. C.1.4: 128 processes × 2 for k = 128). With fewer
-        processes, k_shard is raised until together they offer at least k rows, or all there are."""
+        keys that it finds are scored again, with gradient. Each process offers its k_shard best
+        rows, and the k best of these are kept (app. C.1.4: 128 processes, k_shard = 2, k = 128).
+        With few processes, k_shard is raised until together they offer k rows or all their rows."""
         n_rows = ann.gather_counts(len(self), query.device)         # of each process
         while sum(min(n, k_shard) for n in n_rows) < min(k, sum(n_rows)):
             k_shard += 1
@@ -147,20 +147,20 @@ class MentionMemory:
         return other
 
     def select(self, keep):
-        """The memory with only the rows where keep (N,) is true. If it is true everywhere, this is
-        the memory itself, not a copy."""
+        """The memory with only the rows where keep (N,) is true. If keep is true everywhere,
+        returns the memory itself, not a copy."""
         if keep.all():
             return self
         return self.changed(index=None, **{name: getattr(self, name)[keep] for name in ARRAYS})
 
     def of_passages(self, keep):
-        """The memory of the passages where keep (P,), an array, is true."""
+        """The memory with only the rows from passages where keep (P,), a numpy array, is true."""
         return self.select(torch.from_numpy(keep).to(self.passage.device)[self.passage])
 
     def sample(self, fraction, seed=0):
-        """A uniform sample by passage (§4.1 samples mentions, 38M of 150M): a passage is kept as a
-        whole or left out, since a fact can be found through each of its mentions. sample(0) is the
-        emptied memory."""
+        """A uniform sample of passages (§4.1 samples mentions, 38M of 150M). The rows of a passage
+        are all kept or all left out, since a fact that the passage states can be found through any
+        of them. sample(0) is an empty memory."""
         # n may differ between processes, but random(n) always begins with the same numbers.
         n = int(self.passage.max()) + 1 if len(self) else 0
         keep = np.random.default_rng([seed, 1]).random(n) < fraction
@@ -178,7 +178,7 @@ class MentionMemory:
         return self.changed(passage=article[self.passage], index=None)
 
 class MemoryAttention(nn.Module):
-    """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and Retrieved.
+    """Eq. 6–9. H (B, T, hidden) -> the paper's matrix M, of the same shape, and a Retrieved.
     mentions: a data.Batch, of which row, start, end and passage are used. memory: an object with
     `attend`."""
     def __init__(self, config):
@@ -202,14 +202,14 @@ class MemoryAttention(nn.Module):
 @torch.no_grad()
 @np.errstate(over="ignore")     # overflow in float16 gives inf, which build_memory refuses
 def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
-    """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4): a
-    dictionary of ARRAYS in corpus order. encoder: a BatchTOME. passages: numbers, at least one."""
+    """The memory rows of the linked mentions in these passages, from their unmasked text (§2.4):
+    {name in ARRAYS: array} in corpus order. encoder: a BatchTOME. passages (n,): numbers, n > 0."""
     encoder.eval()
-    # Passages without a linked mention are skipped, except the first: `parts` must not be empty.
+    # Passages without a linked mention are skipped, except the first, so that `parts` is not empty.
     linked = np.array([corpus.passage_entities(p).any() for p in passages])
     passages, parts = passages[linked | (passages == passages[0])], []
-    # Passages of similar length are encoded together: the longest sets the width of a batch.
-    # n_tokens[i] is the number of tokens in a batch of the first i + 1 passages, padding included.
+    # Passages of similar length are encoded together, because the longest sets the batch's width.
+    # n_tokens[i] is the number of tokens, with padding, in a batch of the first i + 1 of `left`.
     lengths = corpus.passage_start[passages + 1] - corpus.passage_start[passages]
     left = np.argsort(lengths, kind="stable")
     while len(left):
@@ -224,36 +224,36 @@ def encode_passages(encoder, corpus, passages, device, dtype=np.float32):
                                                    row, start, end)
         parts.append([x.cpu() for x in (keys.float(), values.float(), *numbers)])
     columns = [torch.cat(part).numpy() for part in zip(*parts)]
-    order = np.argsort(columns[-1])                                 # by mention
+    order = np.argsort(columns[-1])                                 # by mention number
     keys, values, *numbers = (column[order] for column in columns)
     return dict(zip(ARRAYS, (keys.astype(dtype), values.astype(dtype), *numbers)))
 
 # ==== Set apart: teacher forcing ==================================================================
 
-N_GIVEN = 8                     # memories that GivenMemory gives to a mention
+N_GIVEN = 8                     # memories that GivenMemory draws for a mention
 
 class GivenMemory:
-    """Teacher forcing (preset mini): a mention retrieves random memories of its own entity (N_GIVEN
-    draws with replacement, minus those from its own passage). A model thus learns to read what it
-    retrieves before it retrieves well. Memories that are given pass no gradient to the queries.
+    """Teacher forcing (preset mini): a mention is given random memories of its own entity (N_GIVEN
+    draws with replacement, without those from its own passage). So the model learns to read
+    memories before it can find the right ones. Given memories pass no gradient to the queries.
 
     Before each use, set `wanted` (M,) to the entity whose memories each mention is given; 0: none.
-    If others_search is true, mentions with 0 search the memory instead. `found` is then the result
-    of the last search, made for all mentions because the linking loss (train.py) needs it."""
+    If others_search is true, mentions whose `wanted` is 0 search the memory. `found` is then the
+    result of the last search for all mentions, which the linking loss (train.py) needs."""
     def __init__(self, memory, n_entities):
         self.memory, self.values, self.others_search = memory, memory.values, False
         entity = ann.gather(memory.entity)
         self.count = torch.bincount(entity, minlength=n_entities)   # (E,) rows of each entity
         self.first = self.count.cumsum(0) - self.count              # (E,) where they begin in `row`
-        # The ids of all processes' rows, sorted by entity, and -1 at the end, to which `first`
-        # points for the last entities if they have no rows.
+        # The ids of all processes' rows, sorted by entity, with -1 added at the end. If the last
+        # entities have no rows, their `first` points to this -1.
         self.row = F.pad(entity.argsort(stable=True), (0, 1), value=-1)
 
-    attend = MentionMemory.attend       # over what `retrieve` returns
+    attend = MentionMemory.attend       # attends to what `retrieve` returns
 
     def retrieve(self, query, passage, k, k_shard):
-        """N_GIVEN places per mention for given memories and, if others_search is true, k places for
-        what a search finds. Places that a mention does not use have id -1."""
+        """A Retrieved with N_GIVEN places for given memories and, if others_search is true, k more
+        for the memories that a search finds. Places that a mention does not use have id -1."""
         first, count = (x[self.wanted, None] for x in (self.first, self.count))
         chance = torch.rand(len(query), N_GIVEN, device=query.device)
         ids = self.row[first + (chance * count).long()].masked_fill(count == 0, -1)
@@ -265,7 +265,7 @@ class GivenMemory:
         if not self.others_search:
             return given
         self.found = memory.retrieve(query, passage, k, k_shard)
-        is_given = self.wanted[:, None] > 0     # true: what the mention's search found is removed
+        is_given = self.wanted[:, None] > 0     # where true, what the search found is removed
         searched = [x.masked_fill(is_given, empty)
                     for x, empty in zip(self.found, (-torch.inf, -1, 0))]
         return Retrieved(*(torch.cat(pair, 1) for pair in zip(given, searched)))
@@ -273,8 +273,8 @@ class GivenMemory:
 # ==== Set apart: files ============================================================================
 
 def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=None):
-    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. All
-    processes call it and divide the shards among themselves. made_from: checksums {"corpus": …,
+    """Writes the memory of the corpus's linked mentions to `folder`, which must not exist. Every
+    process calls this function and writes some of the shards. made_from: checksums {"corpus": …,
     "batch-tome": …}, stored in meta.json. old_folder: the memory before text was appended; its full
     shards are reused as hard links (or copies). Raises UserError.
 
@@ -317,8 +317,8 @@ def build_memory(encoder, corpus, folder, device, dtype, made_from, old_folder=N
     ann.barrier()
 
 def load_memory(folder, device="cpu"):
-    """(this process's part of the table, checksums of what it was made from). The part consists of
-    shards rank, rank + size, … Raises UserError, for example if a checksum differs."""
+    """(this process's part of the memory, checksums of what the memory was made from). The part
+    consists of shards rank, rank + size, … Raises UserError, for example if a checksum differs."""
     rank, size = ann.rank_and_size()
     about = data.open_folder(folder, "memory",      # "keys-00012.npy" belongs to shard 12
                              lambda name: int(name[-9:-4]) % size == rank)

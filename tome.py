@@ -6,7 +6,7 @@
 
 The Mention Encoder is the same Transformer without its memory layers; two SpanEncodingLayers on top
 of it give keys and values (§2.1.1). BATCH-TOME trains this encoder with two forward passes over a
-batch: the Mention Encoder's, then TOME's, which attends to the mentions encoded by the first
+batch: the Mention Encoder's, then TOME's, which attends to the mentions encoded by the first pass
 (§2.3). TOME then starts from BATCH-TOME's weights and attends to the frozen memory of the whole
 corpus. A last retrieval predicts the entity of a mention, or the answer to a question (eq. 10).
 
@@ -34,8 +34,8 @@ class TOMEBlock(nn.Module):
         self.transformer = TransformerBlock(config, n_layers)
 
     def forward(self, H, attention_mask, mentions, memory):
-        """H_l-1 (B, T, hidden) -> H_l, and Retrieved, or None without a memory. (With --memory none
-        `memory` is a table that only eq. 10 uses, so no block attends to it.)"""
+        """H_l-1 (B, T, hidden) -> H_l, and a Retrieved (None without a memory). With --memory none,
+        `memory` is a table that only eq. 10 uses, so no block attends to it."""
         found = None
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
@@ -51,11 +51,11 @@ class TOME(nn.Module):
         self.blocks = nn.ModuleList(TOMEBlock(config, config.layers_per_block)
                                     for _ in range(config.n_blocks))
         self.mlm = MLMHead(config)
-        # z of eq. 10: compared with keys, so its size is d_K and not the d_C of app. A.2's z. It is
-        # random until stage tome, unless fit_retrieval or train.with_published has set it.
+        # Makes z of eq. 10, which is compared with keys, so its size is d_K (A.2's z: d_C). The
+        # layer is random until stage tome, unless fit_retrieval or train.with_published has set it.
         self.entity_query = SpanEncodingLayer(config.hidden, config.key_dim)
         self.claim = nn.Linear(config.hidden, 3)                            # labels of a claim
-        self.entities = EntityTable(config) if config.n_entities else None  # both baselines
+        self.entities = EntityTable(config) if config.n_entities else None  # baselines only
         self.apply(lambda module: init_weights(module, config.init_std))
 
     def forward_initial(self, tokens, attention_mask):
@@ -77,7 +77,7 @@ class TOME(nn.Module):
         return self.forward_blocks(H0, attention_mask, mentions, memory)
 
     def mlm_logits(self, H, is_target):
-        """Logits (L, vocab) of the masked tokens; is_target (B, T) is true there."""
+        """Logits (L, vocab) of the masked tokens, where is_target (B, T) is true."""
         return self.mlm(H[is_target], self.embeddings.word.weight)
 
 class BatchTOME(nn.Module):
@@ -99,12 +99,12 @@ class BatchTOME(nn.Module):
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
     def forward(self, batch, own_values=False):
-        """(H0, H without a memory, H with one, what each block retrieved). H is (B, T, hidden).
+        """(H0, H without memory, H with memory, what each block retrieved). H is (B, T, hidden).
 
-        The memory contains the linked mentions that are not masked (encodings of the others lack
-        their names), encoded in the masked text by the pass without a memory. (The public code
-        keeps masked mentions; the paper does not say.)
-        If own_values is true, OwnValues takes the place of this memory."""
+        The memory contains the linked mentions that are not masked, encoded in the masked text by
+        the pass without a memory. (The encoding of a masked mention lacks its name. The public code
+        keeps masked mentions; the paper does not say whether it does.) If own_values is true,
+        OwnValues takes the place of this memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)           # the same in both passes
         alone, _ = tome.forward_blocks(H0, mask)
@@ -113,7 +113,7 @@ class BatchTOME(nn.Module):
                 unmasked, _ = tome(batch.unmasked, mask)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
-            # data.mask_batch masks all tokens of a mention or none; checking the first is enough.
+            # data.mask_batch masks all tokens of a mention or none, so checking one is enough.
             is_masked = batch.is_target[batch.row, batch.start + 1]
             is_kept = (batch.entity > 0) & ~is_masked
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
@@ -122,12 +122,12 @@ class BatchTOME(nn.Module):
         return H0, alone, *tome.forward_blocks(H0, mask, batch, attended)
 
 # ---- Losses --------------------------------------------------------------------------------------
-# Each loss is this process's share of a mean over all processes: the sum over its own items divided
-# by the number of items everywhere. Summed over processes, shares and their gradients equal the
-# loss and gradient of one large batch.
+# Each loss is this process's share of a mean over all processes: the sum over the process's own
+# items, divided by the number of items in all processes. The shares of all processes add up to the
+# loss of one large batch, and their gradients to its gradient.
 
 def share_of_mean(losses):
-    """losses (n,) of this process -> its share of the mean over all processes, 0 if it has none."""
+    """losses (n,) of this process -> its share of the mean over all processes (0 if n is 0)."""
     n = ann.sum_over_processes(losses.numel(), losses.device)
     return losses.sum() / n.clamp(min=1)
 
@@ -136,13 +136,13 @@ def mlm_loss(logits, target):
     return share_of_mean(F.cross_entropy(logits.float(), target, reduction="none"))
 
 def coreference_loss(z, entity, passage):
-    """App. A.2: z should be similar for mentions of one entity, dissimilar for different entities.
+    """App. A.2: z should be similar for two mentions of the same entity, and otherwise dissimilar.
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Each linked mention is compared
-    with the linked mentions in other passages, of all processes. Mentions of its entity are
-    positives, all others negatives. Its loss is the mean, over its positives, of the cross-entropy
-    of each positive against all negatives; the result is the mean over mentions with a positive.
-    (So say the public code and the appendix's text; the appendix's formula sums inside the log.)"""
+    with the linked mentions in other passages, of all processes. Mentions of the same entity are
+    its positives, mentions of other entities its negatives. Its loss is the mean, over positives,
+    of the cross-entropy of a positive against all negatives; the result is the mean over mentions
+    with a positive. (The public code and A.2's text say so; A.2's formula sums inside the log.)"""
     linked = entity > 0
     z, entity, passage = z[linked].float(), entity[linked], passage[linked]
     all_z, all_entity, all_passage = ann.gather(z), ann.gather(entity), ann.gather(passage)
@@ -164,7 +164,7 @@ def entity_prediction_loss(scores, memory_entity, entity):
     of their entity (§2.4). scores (M, K) z · MemKey (-inf: no memory), memory_entity (M, K),
     entity (M,) 0 = not linked -> scalar."""
     same = (memory_entity == entity[:, None]) & ~scores.isneginf()
-    counted = (entity > 0) & same.any(-1)               # otherwise log 0
+    counted = (entity > 0) & same.any(-1)               # otherwise the loss is -log 0
     scores, same = scores[counted], same[counted]
     own = scores.masked_fill(~same, -torch.inf)
     return share_of_mean(scores.logsumexp(-1) - own.logsumexp(-1))
@@ -182,17 +182,17 @@ def predict_entity(scores, memory_entity):
 
 def claim_logits(tome, H, batch):
     """Logits (B, 3) in the order of data.CLAIM_LABELS, from H at [E_start] (where eq. 9 added the
-    memory's values), averaged over the claim's mentions. The paper does not describe its head. With
-    [CLS] instead, as in the public code, accuracy on toy claims stayed at chance."""
+    memory's values), averaged over the claim's mentions. The paper does not describe its claims
+    head. With [CLS] instead, as in the public code, accuracy on toy claims stayed at chance."""
     n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
     h = H[batch.row, batch.start]                                               # (M, hidden)
     total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 
 def retrieve_entities(tome, H, batch, memory, asked):
-    """Retrieved (n, K) of the n mentions where `asked` (M,) is true: in stage tome linked mentions
-    (§2.4), in fine-tuning the final [MASK] of a question (§4.4) or the masked entity of a cloze (a
-    true claim with one entity masked). Their query is z of eq. 10."""
+    """The Retrieved (n, K) of the n mentions where `asked` (M,) is true, with z of eq. 10 as query.
+    In stage tome these are linked mentions (§2.4); in fine-tuning, the final [MASK] of a question
+    (§4.4) or the masked entity of a cloze (a true claim with one entity masked)."""
     z = tome.entity_query(H, batch.row[asked], batch.start[asked], batch.end[asked])
     k, k_shard = tome.config.k_answer, tome.config.k_answer_shard
     return memory.retrieve(z, batch.passage[asked], k, k_shard)
@@ -202,8 +202,8 @@ def retrieve_entities(tome, H, batch, memory, asked):
 
 @torch.no_grad()
 def sinusoidal_positions(model):
-    """Sets position embeddings to sinusoids (Vaswani et al. 2017), scaled like the other embeddings
-    and trainable. With random ones the toy model takes longer to start learning."""
+    """Sets the position embeddings to sinusoids (Vaswani et al. 2017), scaled like the other
+    embeddings and trainable. The toy model starts to learn later if they are random instead."""
     position = model.tome.embeddings.position.weight                    # (positions, hidden)
     n, hidden = position.shape
     angle = torch.arange(n)[:, None] / 10000 ** (torch.arange(0, hidden, 2) / hidden)
@@ -213,12 +213,12 @@ def sinusoidal_positions(model):
 @torch.no_grad()
 def fit_retrieval(model, batches, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from batches in which half
-    of the mentions are masked. A mention's query in the masked text is fitted to its own key in the
-    unmasked text, so no labels are used. This key is never retrieved, since it is from the same
-    passage, but keys of the same entity are near it: the coreference loss has made mentions of an
-    entity similar. self_score: the mean score of a query with its target, and an upper bound on the
-    mean score of a key with itself. Other keys score 0 on average, and e^20 outweighs thousands of
-    e^0. (Random layers find nothing: all [H_s; H_e] are similar.)"""
+    of the mentions are masked. The query and z of a mention in the masked text are fitted to its
+    key in the unmasked text, so no labels are used. This key is never retrieved, since it is from
+    the same passage. But keys of the same entity are near it, since the coreference loss has made
+    mentions of an entity similar. self_score: the mean score of a query with its target, and an
+    upper bound on the mean score of a key with itself. Other keys score 0 on average, and e^20
+    outweighs thousands of e^0. (Random layers find nothing, since all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -229,8 +229,8 @@ def fit_retrieval(model, batches, self_score=20.0):
 
 def linked_spans(model, batches):
     """[H_s; H_e] of the m linked mentions, (m, 2 hidden) each, from three sources: H0 (for queries)
-    and H (for z) of the masked text, and H of the unmasked text (for keys). None uses a memory,
-    which would retrieve nothing useful yet; stage tome then trains z on H with a memory."""
+    and H (for z) of the masked text, and H of the unmasked text (for keys). All are made without a
+    memory, since retrieval is not useful yet; stage tome later trains z on H with a memory."""
     rows = []
     for batch in batches:
         H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
@@ -243,8 +243,8 @@ def linked_spans(model, batches):
     return map(torch.cat, zip(*rows))
 
 def fit_keys(layer, X, self_score):
-    """Sets keys to the first n <= d_K principal components of X (m, 2 hidden), whitened to a
-    variance of self_score / n. Returns the keys of X (m, d_K)."""
+    """Sets `layer` so that keys are the first n <= d_K principal components of X (m, 2 hidden),
+    each scaled to a variance of self_score / n. Returns the keys of X (m, d_K)."""
     mean = X.mean(0)
     covariance = (X - mean).T @ (X - mean) / len(X)
     variance, direction = torch.linalg.eigh(covariance)                         # ascending
@@ -272,9 +272,9 @@ def fit_linear(layer, X, target, score):
 def split_into_blocks(state, config):
     """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
-    BATCH-TOME has one memory layer: with two, it never used the second. Each block of TOME gets a
-    copy of the memory layer and an equal share of the Transformer layers above it, in order. If
-    there is only one of these, each of two blocks gets a copy of it, with an idle layer on top."""
+    BATCH-TOME has one memory layer, because with two it never used the second. Each block of TOME
+    gets a copy of the memory layer and an equal share of the Transformer layers above it, in order.
+    If there is one such layer for two blocks, each gets a copy of it, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")
     layers = [part_of(state, f"blocks.0.transformer.layers.{i}.") for i in range(config.n_upper)]
@@ -290,7 +290,7 @@ def split_into_blocks(state, config):
 
 def idle_layer(layer):
     """A layer that only normalises its input again, because its output maps are zero. Its inner
-    maps are copies; if they were zero as well, it would never learn."""
+    maps are copied from `layer`; if they were zero as well, the idle layer would never learn."""
     return {name: tensor if name.startswith(("attention.qkv.", "up."))
             else torch.full_like(tensor, 1.0 if name.endswith("norm.weight") else 0.0)
             for name, tensor in layer.items()}
@@ -316,7 +316,7 @@ def read_published(path, config):
                 model = BatchTOME(TOME(config))
             names = {name.removeprefix("tome."): name for name in model.state_dict()}
             ours, theirs = dict.fromkeys(map(part_name, names)), {*map(part_name, found)}
-            # A whole part may be missing, but not some of its tensors.
+            # A part may be missing as a whole, but not only some of its tensors.
             state = {names[name]: found[name] for name in names if part_name(name) in theirs}
             model.load_state_dict(state, strict=False, assign=True)     # raises if a shape differs
         except KeyError as error:

@@ -6,14 +6,14 @@
     tome         TOME over that frozen memory     random passages        MLM + entity prediction
     finetune     TOME over that frozen memory     claims, or questions   labels, entity prediction
 
-    python train.py --stage tome                                the first three, on the toy world
+    python train.py --stage tome                            the first three stages, on the toy world
     python train.py --stage tome --corpus my.jsonl.gz --preset mini --out runs/mine
-    torchrun --nproc_per_node 2 train.py --stage tome           the same work in two processes
+    torchrun --nproc_per_node 2 train.py --stage tome       the same work in two processes
 
-A command first runs the earlier stages that have no result yet. Each stage continues where it
-stopped. The batch, masks and dropout of a step depend only on (seed, stage, step, process). So on a
-CPU, with the same numbers of threads and processes, a resumed run is bit-identical to an
-uninterrupted one.
+A command first runs the earlier stages that have no result yet. An interrupted stage continues
+where it stopped. The random choices of a step (batch, masks, dropout) depend only on (seed, stage,
+step, process). So on a CPU, with the same numbers of threads and processes, a resumed run is
+bit-identical to an uninterrupted one.
 
 Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
 mentions. `memory` is a MentionMemory, or the EntityTable of a baseline."""
@@ -59,14 +59,14 @@ class Schedule:
     """How long and how fast a stage trains."""
     steps: int = setting(0, (0, 10**9), "steps of the stage")
     lr: float = setting(1e-4, (1e-12, 10), "peak learning rate of the stage")
-    warmup: int = 0         # steps of linear warm-up, at most a tenth of the steps (stage_plan)
+    warmup: int = 0         # steps of linear warm-up; stage_plan limits it to a tenth of `steps`
     batch: int = setting(32, (1, 10**6), "passages or examples per step; clozes are extra")
 
 @dataclass
 class Settings:
-    """The settings of a run, except the model's (encoder.Config). Each except the schedule is a
-    flag, such as --passage-length. Defaults are the paper's values where it gives them (app. A,
-    B.1)."""
+    """The settings of a run, except the model's (encoder.Config). Every setting except the schedule
+    is a flag, such as --passage-length. Defaults are the paper's values where the paper gives them
+    (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "maximum tokens of text per passage", "corpus")
     max_length: int = setting(512, (16, 10**6), "maximum positions, with markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "maximum vocabulary size, without --init", "corpus")
@@ -75,9 +75,9 @@ class Settings:
     max_mentions: int = setting(24, (1, 10**6), "maximum mean number of mentions per passage")
     mention_rate: float = setting(0.2, (0, 1), "fraction of mentions that are masked")
     token_rate: float = setting(0.1, (0, 1), "fraction of tokens outside mentions that are masked")
-    coref_weight: float = setting(0.15, (0, 1), "weight of coreference loss; MLM gets the rest")
-    coref_entities: int = setting(10**6, (1, 10**9), "coreference uses only this many of the most "
-                                  "frequent entities (eq. 10 uses all)")
+    coref_weight: float = setting(0.15, (0, 1), "weight of the coreference loss; MLM gets the rest")
+    coref_entities: int = setting(10**6, (1, 10**9), "the coreference loss uses only this many of "
+                                  "the most frequent entities (eq. 10 uses all)")
     beta2: float = setting(0.999, (0, 0.999999), "AdamW's second beta")
     weight_decay: float = setting(0.01, (0, 1), "AdamW's weight decay")
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
@@ -89,7 +89,7 @@ class Settings:
     # The next settings, up to cloze_weight, are not in the paper. They control the start of
     # batch-tome and its fit, masking, learning rates, linking, teacher forcing, and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "initial fraction of batch-tome's steps in which "
-                                 "mentions get their own values; then fit_retrieval follows")
+                                 "mentions get their own values; then fit_retrieval runs")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
                                  "so that its name cannot be copied")
@@ -101,7 +101,7 @@ class Settings:
                                            "which all linked mentions are given memories of their "
                                            "entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
-                                          "memories of their entity in the other steps", "tome")
+                                          "memories of their entity in the later steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     # log_every decides at which steps fine-tuning is evaluated, and so which weights can be kept as
     # the best. Apart from that, the next three settings affect no result.
@@ -138,17 +138,18 @@ class Plan(Schedule):
 
 # ---- The stages ----------------------------------------------------------------------------------
 # A stage has a model, next_batch(step), losses(batch, step) and evaluate(). One loop, below, trains
-# all stages except `memory`, which is memory.build_memory. Each loss is this process's share of the
-# mean over the whole batch, so the gradients of all processes add up to that of the whole batch.
+# all stages except `memory`, which memory.build_memory performs. Each loss is this process's share
+# of the mean over the whole batch, so the sum of all processes' gradients is the batch's gradient.
 #
-# `run` is an open run folder (class Run, below): run.settings, run.seed, run.corpus, run.tokenizer,
-# run.device, run.entity_group (E,) of GROUPS, run.is_toy, run.is_baseline. Its Configs are
-# run.config and, for BATCH-TOME with its one memory layer, run.batch_tome_config.
+# `run` is an open run folder (class Run, below). It has settings, seed, corpus, tokenizer, device,
+# is_toy, is_baseline, entity_group (E,) of names from GROUPS, and two Configs: config and, for
+# BATCH-TOME with its one memory layer, batch_tome_config.
 
 def endless(order):
-    """Returns at(step, n), the `items` of a stage: n items for a step, taken from the concatenation
-    of order(0), order(1) and so on. Each order(epoch) is an array of the same length. The items
-    depend only on the step and n, so a checkpoint contains no position in the data."""
+    """Returns a function at(step, n), called `items` in a stage: the n items of a step, taken from
+    the concatenation of order(0), order(1) and so on. order(epoch) is an array of the same length
+    for every epoch. The items depend only on step and n, so checkpoints need no position in the
+    data."""
     order = lru_cache(maxsize=3)(order)     # epoch 0, for its length, and the step's epochs
     def at(step, n):
         length = len(order(0))
@@ -156,12 +157,13 @@ def endless(order):
     return at
 
 # Random seeds are [seed, number, step or epoch], with number 1 for the masks of batch-tome, 2 and 3
-# for the order and masks of tome, 4 and 5 for the order of examples and of clozes. Without a step:
-# 6 for the entities of clozes, 7 for the masks of the fit, 1 for the sample of the memory. Clusters
-# use 1000 seed + epoch, and their order [seed, epoch]. Some seeds coincide, which does no harm.
+# for the order and masks of tome, 4 and 5 for the order of examples and of clozes. Seeds without a
+# step have number 6 for the entities of clozes, 7 for the fit's masks, 1 for the memory's sample.
+# Clusters use 1000 * seed + epoch, and their order [seed, epoch]. Some seeds coincide harmlessly.
 
 def epochs_of(run, number, items):
-    """endless, reshuffled every epoch. items: an array, or n for 0 … n - 1. number: see above."""
+    """endless() in a new random order for every epoch. items: an array, or n for 0 … n - 1. number:
+    see above."""
     return endless(lambda epoch: np.random.default_rng([run.seed, number, epoch])
                    .permutation(items))
 
@@ -186,8 +188,8 @@ def training_passages(run):
     return passages
 
 def refuse_large_batch(plan, n):
-    """Raises UserError if a batch exceeds both the n items and the paper's batch of 4,096, which
-    preset base also uses on small corpora. (Items then occur several times in a batch.)"""
+    """Raises UserError if the batch size exceeds both the n items and the paper's 4,096. (Preset
+    base also uses 4,096 on small corpora. Items then occur several times in a batch.)"""
     if plan.batch > max(n, 4096):
         raise UserError(f"--batch {plan.batch}: there are only {n:,} items to train on")
 
@@ -201,10 +203,10 @@ class BatchTOMEStage:
 
     A model learns to use its memory only if retrieval finds something useful (app. B.6). So presets
     toy and mini train in three parts. Preset base, with a million steps, has only the third.
-    1. Own values: coreference trains [E_start] and [E_end] to encode their mention. Each mention
-       gets its own value (memory.OwnValues), so MLM teaches the layers above to read values.
+    1. Own values: the coreference loss trains the encodings at the markers to identify the entity.
+       Each mention gets its own value (OwnValues), so MLM teaches the layers above to read values.
     2. The fit: fit_retrieval sets keys, queries and eq. 10's z, so that similar mentions are found.
-    3. Retrieval: each mention attends to the other passages of the batch, as in the paper."""
+    3. Retrieval: mentions attend to mentions in other passages of the batch, as in the paper."""
     def __init__(self, run, plan):
         self.run, self.plan, corpus = run, plan, run.corpus
         self.passages = training_passages(run)
@@ -238,14 +240,14 @@ class BatchTOMEStage:
         return masked_batch(self.run, self.items(step, self.plan.batch), 1, step)
 
     def losses(self, batch, step):
-        """{loss: (weight, value)}. MLM makes the batch memory useful. Coreference makes the encoder
-        store in a mention what its passage says about the entity; without it TOME loses 2 to 8
-        points (app. B.5).
+        """{loss: (weight, value)}. MLM trains the batch memory to be useful. Coreference trains the
+        encoder to store in a mention's encoding what the passage says about the entity. Without the
+        coreference loss, TOME loses 2 to 8 points (app. B.5).
 
         Before the fit, coreference is applied to H without a memory, from which keys are made, and
         to H0, from which queries are made. So both encode what identifies the entity. For a masked
-        mention, H0 can only encode what its passage says about the entity, and related passages say
-        the same."""
+        mention, H0 can only encode what its passage says about the entity. This identifies the
+        entity, because related passages say the same."""
         model, before_fit = self.model, step < self.fit_step
         H0, alone, H, _ = model(batch, own_values=before_fit)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
@@ -265,7 +267,7 @@ class BatchTOMEStage:
         sample = np.random.default_rng(run.seed).permutation(self.passages)
         sample = sample[:run.settings.fit_passages]
         parts = np.array_split(sample, -(-len(sample) // 32))
-        # Half of the mentions are masked, so that masked and visible ones are fitted alike.
+        # Half of the mentions are masked, so that masked and visible ones count equally in the fit.
         batches = [data.mask_batch(data.corpus_batch(run.corpus, part), run.corpus, rng,
                                    mention_rate=0.5, token_rate=0.1).to(run.device)
                    for part in parts]
@@ -275,9 +277,10 @@ class BatchTOMEStage:
         self.model.train()
 
     def evaluate(self):
-        """masked_mentions over a small memory, for speed. As in stage tome, this memory is made
-        from unmasked text and searched. Before the fit, retrieval is random. The head of eq. 10 is
-        not trained in this stage (the fit may set it), so "entity" and "recall@20" mean little."""
+        """The figures of masked_mentions with a small memory, for speed. As in stage tome, this
+        memory is made from unmasked text and searched. Before the fit, retrieval is random. The
+        head of eq. 10 is not trained here (only the fit sets it), so "entity" and "recall@20" mean
+        little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -287,7 +290,7 @@ class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
-        if run.is_baseline:     # it has no stage batch-tome, and trains here for the steps of both
+        if run.is_baseline:     # it has no batch-tome, and trains here for the steps of both stages
             batch_tome = new_batch_tome(run, run.seed)              # only for its initial weights
         else:
             batch_tome = load_model(run, "batch-tome")
@@ -312,8 +315,8 @@ class TOMEStage:
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
         """{loss: (weight, value)}. asked_entity (M,): what eq. 10 has to predict; 0: nothing. last:
         the Retrieved of the last memory layer. linked_entity (M,): what this layer should retrieve
-        (loss "linking"). asked_entity and linked_entity differ only under teacher forcing: mentions
-        that were given memories of their entity are not asked for it."""
+        (loss "linking"). asked_entity and linked_entity differ only under teacher forcing, where
+        asked_entity is 0 for mentions that were given memories of their entity."""
         settings = self.run.settings
         mlm = mlm_loss(self.model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         asked = asked_entity > 0
@@ -321,7 +324,7 @@ class TOMEStage:
         prediction = entity_prediction_loss(found.scores, found.entity, asked_entity[asked])
         weight = settings.entity_weight
         result = {"mlm": (1 - weight, mlm), "entity": (weight, prediction)}
-        # Entities as Experts always has the linking loss; TOME has it where linking_weight is set
+        # Entities as Experts always has the linking loss. TOME has it if linking_weight is not 0
         # (el_im_weight in the public code).
         linking_weight = weight if self.run.is_baseline else settings.linking_weight
         if linking_weight and last is not None:
@@ -333,8 +336,8 @@ class TOMEStage:
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
 class FinetuneStage:
-    """Fine-tunes TOME (app. B.1) on claims with FEVER's labels (§4.3), or on questions, answered by
-    eq. 10 at an appended [MASK] (§4.4).
+    """Fine-tunes TOME (app. B.1) on claims with FEVER's labels (§4.3), or on questions, which are
+    answered by eq. 10 at an appended [MASK] (§4.4).
 
     Each batch of claims comes with the same number of clozes, true claims in which one entity is
     masked and has to be predicted. Labels alone do not teach which two facts a claim needs. Clozes
@@ -362,9 +365,9 @@ class FinetuneStage:
         return examples_batch(self.run, self.task, chosen)
 
     def losses(self, batch, step):
-        """Claims are judged from the mean of their mentions (claim_logits). Answers, including
-        those of clozes, are predicted by eq. 10 ("answer") and from what the last memory layer
-        retrieved ("linking"), which teaches that layer what to retrieve."""
+        """Claims are judged from the mean of H over their mentions (claim_logits). Answers (also
+        those of clozes) are predicted by eq. 10 ("answer") and from what the last memory layer
+        retrieved ("linking"). The loss "linking" teaches that layer what to retrieve."""
         H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
         result = {}
         if self.task == "claims":
@@ -384,7 +387,7 @@ class FinetuneStage:
         return result
 
     def evaluate(self):
-        """The accuracy on dev; the loop keeps the weights with the best "score"."""
+        """{"score": the accuracy on the dev examples}. The loop keeps the best-scoring weights."""
         items = judged_examples(self.run, self.model, self.task, self.dev, self.memory)
         return {"score": mean([item.is_correct for item in items])}
 
@@ -401,17 +404,17 @@ def new_stage(run, plan):
 # ---- The loop ------------------------------------------------------------------------------------
 # An unfinished checkpoint contains weights (in fine-tuning also the best so far), the optimizer's
 # state and the step, which seeds batches, masks and dropout. A finished one contains only the last
-# or best weights.
+# weights or, in fine-tuning, the best.
 
 def optimizer_for(run, model, kind):
-    """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning B.1 says Adam,
-    with the same weight decay). Where the losses are new to a trained model (in fine-tuning, and
-    with --init), lower_lr_scale multiplies the learning rate of everything below the memory.
+    """AdamW, without weight decay on layer norms and biases (app. A; for fine-tuning, app. B.1 says
+    Adam, with the same weight decay). Where the losses are new to a trained model (in fine-tuning,
+    and with --init), lower_lr_scale multiplies the learning rate of everything below the memory.
 
     This protects the first memory layer's queries, which are made from H0, the output of the layers
-    below. TOME-2 is fine-tuned on questions about one fact and about two. Questions about one fact
-    can be answered by eq. 10's search alone. At the full learning rate they would change H0, and so
-    make the first layer's queries useless, before questions about two facts are learned."""
+    below. TOME-2 is fine-tuned on one-fact and two-fact questions. For one-fact questions, eq. 10's
+    search is enough. At the full learning rate, training on them would change H0, and so make the
+    first memory layer's queries useless, before two-fact questions are learned."""
     groups, is_scaled = {}, run.init or kind in ("claims", "qa")
     for name, parameter in model.named_parameters():
         is_below_memory = name.removeprefix("tome.").startswith(("embeddings.", "initial."))
@@ -498,7 +501,7 @@ class Training:
         progress.update(evaluated=step, sums={})
 
     def save(self, finished=False):
-        """Writes the checkpoint, if all weights are finite."""
+        """Writes the checkpoint. Raises UserError if a weight is not finite."""
         weights = self.model.state_dict()
         if not all(t.isfinite().all() for t in weights.values()):
             raise self.diverged(f"a weight is not finite at step {self.progress['step']}")
@@ -506,13 +509,13 @@ class Training:
             return
         about = {"format": data.FORMAT, "finished": finished, **vars(self.plan),
                  "made_from": self.run.made_from(self.plan.kind),
-                 "vocab": self.run.corpus.meta["crc32"]["vocab.txt"]}       # for --start elsewhere
+                 "vocab": self.run.corpus.meta["crc32"]["vocab.txt"]}   # for --start in other runs
         if finished:
             values = {"model": self.best or weights}
         else:
             about |= self.progress | machine()
             values = {"model": weights, "optimizer": self.optimizer.state_dict(), "best": self.best}
-        # As JSON text the same values always give the same bytes, which pickle does not promise.
+        # As JSON text, equal values always give equal bytes, which pickle does not guarantee.
         values = {"about": json.dumps(about), **values}
         write_file(self.run.path(self.plan), lambda file: torch.save(values, file))
 
@@ -562,8 +565,8 @@ def train_stage(run, plan, checkpoint=None):
             raise KeyboardInterrupt(f"Stopped after {plan.name}, which is saved")
 
 # ---- Initial weights, and the memories -----------------------------------------------------------
-# TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory. A
-# TOME does not learn to use the memory of a different Mention Encoder (app. B.6).
+# TOME starts from BATCH-TOME's weights (§2.3), so that its queries fit the keys in the memory.
+# TOME does not learn to use a memory made by a different Mention Encoder (app. B.6).
 
 def new_batch_tome(run, seed):
     """BATCH-TOME with random weights, or with those of run.init: a BERT folder, or a file of the
@@ -576,8 +579,8 @@ def new_batch_tome(run, seed):
     return model
 
 def open_memories(run, tome, n_search, fraction=1.0):
-    """(the memory of the whole corpus, its rows from a fraction of the passages that are not held
-    out). For a baseline both are its EntityTable, which is part of the model."""
+    """(the memory of the whole corpus, its part for training: a fraction of the passages that are
+    not held out). For a baseline both are its EntityTable, which is part of the model."""
     if tome.entities is not None:
         return tome.entities, tome.entities
     memory = open_memory(run, n_search)
@@ -590,8 +593,8 @@ def open_memories(run, tome, n_search, fraction=1.0):
 class MaskedMention(NamedTuple):
     """How a model treats one masked mention and the visible mentions of its passage. "Attention" is
     the weight that the last memory layer gives to memories of the mention's own entity. is_named
-    and is_recalled leave out the entities of visible mentions; data.eval_mentions sees to it that
-    the answer is not one of them."""
+    and is_recalled leave out the entities of visible mentions; data.eval_mentions ensures that the
+    answer is not one of them."""
     group: str              # one of GROUPS
     n_tokens: int           # masked tokens
     n_correct: int          # … predicted correctly
@@ -599,11 +602,11 @@ class MaskedMention(NamedTuple):
     is_recalled: bool       # a memory of this entity is among the 20 best of eq. 10
     attention: float
     visible: list           # (group, attention) of each visible mention whose entity occurs in at
-                            # least two passages of the memory; its own passage is never retrieved
+                            # least two passages of the memory (the mention's own is excluded)
 
     @property
     def share(self):
-        """The fraction of its masked tokens predicted correctly."""
+        """The fraction of the masked tokens that are predicted correctly."""
         return self.n_correct / max(self.n_tokens, 1)
 
 def mean(values):
@@ -643,8 +646,8 @@ def masked_mentions(run, tome, memory, mentions, batch_size=64, progress=None):
     return figures, items
 
 def in_two_passages(run, memory):
-    """(E,) whether at least two passages of the memory mention an entity. Otherwise its mentions
-    cannot retrieve it, since their own passage is excluded. An EntityTable has all entities."""
+    """(E,) whether at least two passages of the memory link an entity. Otherwise mentions of the
+    entity cannot retrieve it: their own passage is excluded. All true for an EntityTable."""
     n_entities = len(run.corpus.entity_names)
     if not isinstance(memory, MentionMemory):
         return torch.ones(n_entities, dtype=torch.bool, device=run.device)
@@ -662,7 +665,7 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     is_correct = torch.zeros_like(batch.is_target)                                  # (B, T)
     predicted = tome.mlm_logits(H, batch.is_target).argmax(-1)                      # (L,)
     is_correct[batch.is_target] = predicted == batch.unmasked[batch.is_target]
-    # Eq. 10, without the entities of visible mentions, as for BM25 (eval.py): none is the answer.
+    # Eq. 10 without the entities of visible mentions (never the answer), as for BM25 in eval.py.
     found, entity = retrieve_entities(tome, H, batch, memory, masked), batch.entity[masked]
     is_visible = torch.zeros(len(mentions), len(is_elsewhere), dtype=torch.bool, device=run.device)
     is_visible[batch.row[~masked], batch.entity[~masked]] = True                    # (B, E)
@@ -684,7 +687,7 @@ def fill_in(run, tome, memory, mentions, is_elsewhere):
     return [MaskedMention(*item) for item in zip(group, *columns, visible)]
 
 def best_entities(scores, entity, k=20):
-    """(B, k) entities of the k best memories, -1 if there are fewer. scores, entity (B, K)."""
+    """(B, min(k, K)) entities of the k best memories, -1 for none. scores, entity (B, K)."""
     scores, best = scores.topk(min(k, scores.shape[1]))
     return entity.gather(1, best).masked_fill(scores.isneginf(), -1)
 
@@ -697,7 +700,7 @@ def sample_eval_mentions(run, n):
 def supporting_passages(corpus, mentions, each=4, others=512):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
     being trained: all passages of the mentions' articles, the passages of `each` random mentions of
-    every entity that they name, and `others` random passages."""
+    every entity that these mentions name, and `others` random passages."""
     rng, entity = np.random.default_rng(0), corpus.mention_entity
     own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
     same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
@@ -710,7 +713,7 @@ def supporting_passages(corpus, mentions, each=4, others=512):
 class Judged(NamedTuple):
     """How a model treats one claim or question."""
     is_correct: bool
-    is_recalled: bool       # a correct answer is among the 20 best of eq. 10; None for a claim
+    is_recalled: bool       # a memory of a correct answer is among eq. 10's 20 best; None: a claim
 
 @torch.no_grad()
 def judged_examples(run, tome, task, examples, memory, without=None, attend=True, batch_size=64,
@@ -766,7 +769,7 @@ def clozes_of(run, example, rng):
     known = [m.entity for m in example.mentions if run.corpus.entity_index.get(m.entity)]
     if example.label != data.CLAIM_LABELS.index("SUPPORTS") or not known:
         return []
-    # In the toy world only the object is determined by the other mentions.
+    # In the toy world only the object follows from the other mentions, so only it is asked for.
     known = [entity for entity in known if entity == example.info.get("object")] or known
     return [example._replace(label=None, answers=[known[rng.integers(len(known))]])]
 
@@ -781,9 +784,9 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given = GivenMemory(self.training_memory, len(run.corpus.entity_names))
 
     def losses(self, batch, step):
-        """In the first steps every linked mention is given memories, while the queries and layers
-        below the memory are frozen, except the word embeddings, which the MLM head shares. Later a
-        fraction of the mentions is given memories; otherwise the model forgets how to read them."""
+        """At first every linked mention is given memories, while the queries and the layers below
+        the memory are frozen, except the word embeddings, which the MLM head shares. Later a
+        fraction of the mentions is given memories, or the model would forget how to read them."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_until * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate
@@ -796,8 +799,8 @@ class TeacherForcedTOMEStage(TOMEStage):
         if all_are_given:
             logits = model.mlm_logits(H, batch.is_target)
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
-        # The encoding of a mention that was given memories contains the answer, so eq. 10 is not
-        # trained on it. TOME-1's query (linking) is made before reading, so it is always trained.
+        # A mention that was given memories encodes the answer, so eq. 10 is not trained on it. The
+        # query (linking) of TOME-1 is made before memories are read, so it is always trained.
         asked_entity = torch.where(is_given, 0, batch.entity)
         linked_entity = batch.entity if self.run.config.n_blocks == 1 else asked_entity
         return self.weighted_losses(batch, H, asked_entity, self.given.found, linked_entity)
@@ -838,8 +841,8 @@ def task_examples(run, task, path):
 
 def read_task_examples(run, plan):
     """(training, dev) examples of a plan. Without a dev file, dev is a tenth of the examples.
-    Questions whose answer is not an entity in the corpus are left out of training, and count as
-    answered incorrectly in dev (§4.4). Raises UserError."""
+    If none of a question's answers is an entity in the corpus, the question is left out of training
+    and counts as answered incorrectly in dev (§4.4). Raises UserError."""
     paths = [path for path, _ in plan.examples or []]
     if not paths:
         path = toy_file(run, plan.kind, "both" if plan.blocks == 2 else "one_hop", "train")
@@ -874,8 +877,8 @@ def with_published(run, model):
     if run.has_batch_tome:
         tome.entity_query.load_state_dict(model.key.state_dict())   # not published; z must fit keys
     elif quote is not None:
-        # The markers took unused entries of the vocabulary, which BERT never trained. They start
-        # with the embedding of the quotation mark, which also surrounds names.
+        # The markers took unused entries of the vocabulary, which BERT never trained. So both start
+        # with the embedding of the quotation mark, since quotation marks also surround names.
         word = tome.embeddings.word.weight.data
         word[[corpus.special[data.E_START], corpus.special[data.E_END]]] = word[quote].clone()
     if "mlm" in lacks:
@@ -896,7 +899,7 @@ def say_of_file(path, lacks, unused):
 
 def read_start(run, path):
     """The weights of --start: a checkpoint of this project or of the paper's own code. Raises
-    UserError if it contains no TOME of this width."""
+    UserError if it contains no TOME with the run's --hidden."""
     if zipfile.is_zipfile(path) or path.endswith(".pt"):
         checkpoint = read_checkpoint(path, "give another --start")
         saved, meta = checkpoint["model"], run.out / "corpus/meta.json"
@@ -917,7 +920,7 @@ def read_start(run, path):
 def start_from(run, tome, plan):
     """Loads the weights of --start (app. B.6), if given, and initialises the rest, such as memory
     layers, randomly. "scratch" initialises everything (with --init: from BERT). The seed differs
-    from BATCH-TOME's, so that TOME does not start like the encoder that built the memory."""
+    from BATCH-TOME's, so that TOME does not start from the same random weights as BATCH-TOME."""
     if plan.start is None or run.path(plan).exists():
         return
     path, fresh = plan.start[0][0], new_batch_tome(run, run.seed + 1).tome.state_dict()
@@ -926,16 +929,16 @@ def start_from(run, tome, plan):
         saved = read_start(run, path)
         what = "it contains no TOME with the run's dimensions"
         with intact(f"--start {path}:", what, "give another"):
-            lacks, unused = tome.load_state_dict(saved, strict=False)       # refuses another shape
+            lacks, unused = tome.load_state_dict(saved, strict=False)   # raises if a shape differs
             if layers := [name for name in lacks + unused if "layers." in name]:
                 raise ValueError(f"its layers differ: {', '.join(layers)}")
 
 # ==== Set apart: presets ==========================================================================
 # base keeps the defaults of Settings and Config, the paper's values. toy takes minutes on a laptop,
 # and mini is for a few hundred articles. Both have small models and few steps, so their learning
-# rates are 6 to 100 times the paper's. Each process offers all k memories (k_shard = k), so their
-# search is exact for any number of processes. In mini the fit comes late (memory_from), and reading
-# what is retrieved is learned in stage tome.
+# rates are 6 to 100 times the paper's. Each process offers k memories (k_shard = k), so search is
+# exact for any number of processes. In mini the fit comes late (memory_from), and the model learns
+# in stage tome to read what it retrieves.
 
 PRESETS = {
     "base": data.TEXT_PRESETS["base"],
@@ -964,7 +967,7 @@ PRESETS = {
 STAGES = ("corpus", "batch-tome", "memory", "tome", "finetune")
 FLAGS = {f.name: f for f in (*fields(Settings), *fields(Config)) if f.metadata}
 STAGE_FLAGS = {f.name: f for f in fields(Plan) if f.metadata}       # steps, lr, batch, n_search
-# What check_values checks; a warm-up has no flag, and is checked like a number of steps.
+# The values that check_values checks. A warm-up has no flag and is checked like a number of steps.
 CHECKED = FLAGS | STAGE_FLAGS | {"seed": setting(0, (0, 10**9), "seed of all random numbers"),
                                  "warmup": STAGE_FLAGS["steps"]}
 
@@ -989,18 +992,18 @@ def check_values(values):
 #
 #   run.json            what defines the run: preset, seed, corpus, --init, all settings
 #   world/ corpus/      the toy world's files; the tokenised corpus
-#   batch-tome.pt       a stage, finished or not; also tome-1.pt, qa-2.pt, … (TOME-1, TOME-2)
-#   memory/             keys and values of all linked mentions
-#   appended-0001/      corpus/ and memory/ after --append; eval.py uses the highest number
+#   batch-tome.pt       a checkpoint, finished or not; also tome-1.pt (TOME-1), qa-2.pt (TOME-2), …
+#   memory/             key, value and entity of every linked mention
+#   appended-0001/      corpus/ and memory/ after --append; eval.py uses the highest-numbered folder
 #   log.jsonl           losses and evaluations
 #
-# A file is written under a temporary name and renamed, and a folder is built as NAME.part. So a
-# command may be killed at any moment, and repeating it continues where it stopped. Each result
-# contains the checksums of the results that it was made from (made_from), and is rejected if one of
-# those results has changed.
+# Each file except log.jsonl is written under a temporary name and then renamed, and each folder is
+# built as NAME.part. So a command may be killed at any moment; if it is run again, it continues
+# where it stopped. Each result contains the checksums of the results that it was made from
+# (made_from), and is rejected if one of those results has changed.
 
 def missing(path, stage, how="missing"):
-    """The error for a missing result that a command needs."""
+    """The error for a result that a command needs, but that is missing or (`how`) unfinished."""
     advice = f"run python train.py --stage {stage} --out {shlex.quote(str(path.parent))}"
     if any(part.is_file() for part in path.parents):
         advice = "give the folder of a run, such as runs/toy"
@@ -1008,7 +1011,8 @@ def missing(path, stage, how="missing"):
 
 @contextmanager
 def values_of(path, remedy):
-    """Like intact, but also names the file in a UserError about a value, as from check_values."""
+    """Like data.intact. Also adds the path to a UserError about a value in the file (for example
+    from check_values)."""
     with intact(path, remedy=remedy):
         try:
             yield
@@ -1016,8 +1020,8 @@ def values_of(path, remedy):
             raise UserError(f"{path} is damaged: {error}") from error
 
 def read_checkpoint(path, remedy="remove it to train this stage again"):
-    """The contents of a .pt file, with "about" parsed and "plan" added. Objects are never
-    unpickled, so a stranger's file runs no code. Raises UserError."""
+    """The contents of a .pt file: "about" is parsed, and the stage's Plan is added as "plan". Only
+    tensors and plain values are unpickled, so a stranger's file runs no code. Raises UserError."""
     with values_of(path, remedy):
         with zipfile.ZipFile(path) as file:             # torch.load does not verify checksums
             damaged = file.testzip()
@@ -1038,14 +1042,14 @@ def read_checkpoint(path, remedy="remove it to train this stage again"):
         return {**checkpoint, "about": about, "plan": plan}
 
 def with_values(defaults, values):
-    """A copy of a dataclass, with new values for the fields that `values` names."""
+    """A copy of a dataclass instance. Fields that occur in the dictionary `values` are replaced."""
     return replace(defaults, **{name: values[name] for name in vars(defaults) if name in values})
 
 class Run:
-    """A run folder as run.json (`saved`) describes it, for TOME-1 or TOME-2 (`blocks`). open() adds
-    base (the folder of corpus and memory), corpus, tokenizer, entity_group, device and
-    batch_tome_config, and completes config. Raises UserError for settings that contradict each
-    other."""
+    """A run folder as described by the contents of run.json (`saved`), for TOME-1 or TOME-2
+    (`blocks`). open() adds the attributes base (the folder that contains corpus/ and memory/),
+    corpus, tokenizer, entity_group, device and batch_tome_config, and completes config (vocab_size,
+    n_entities). Raises UserError for settings that are not allowed or contradict each other."""
 
     def __init__(self, out, saved, blocks=1):
         self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
@@ -1063,17 +1067,17 @@ class Run:
         if self.settings.max_length > config.max_positions:
             raise UserError("--max-length must be at most --max-positions")
         self.is_toy = saved["corpus"] is None
-        # The path of --init, or None; whether its weights are a trained BATCH-TOME, not a BERT.
+        # init: the path of --init, or None. has_batch_tome: whether it is a BATCH-TOME, not a BERT.
         self.init = saved["init"] and saved["init"]["path"]
         self.has_batch_tome = bool(self.init) and saved["init"]["trained"]
-        # Entities as Experts, or no memory at all: there is no Mention Encoder.
+        # Entities as Experts, or a model without memory. Neither has a Mention Encoder.
         self.is_baseline = config.memory != "mentions"
         self.read_checkpoint = cache(read_checkpoint)       # so that each file is read only once
 
     def open(self, device=None, appended=False):
-        """Opens the corpus and returns the run. appended: if true, the corpus that includes the
-        text of --append, otherwise the one used in training. Raises UserError if the corpus is
-        missing, damaged or not made as run.json says."""
+        """Opens the corpus and returns the run. appended: if true, opens the corpus that includes
+        the text of --append, otherwise the corpus used in training. Raises UserError if the corpus
+        is missing or damaged, or was not made as run.json says."""
         self.base = self.appended() if appended else self.out
         folder = self.base / "corpus"
         if not folder.exists():
@@ -1084,13 +1088,13 @@ class Run:
         self.entity_group = np.where(self.corpus.entity_count > 0, *GROUPS)
         n_entities = len(self.corpus.entity_names) if self.is_baseline else 0
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
-        # BATCH-TOME has one memory layer, with all layers above it (tome.split_into_blocks).
+        # BATCH-TOME has only one memory layer, below all n_upper layers (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
         return self
 
     def plan(self, kind):
-        """The default Plan of a stage. A baseline has no batch-tome, so its tome follows the
-        schedule of batch-tome, for the steps of both. A published BATCH-TOME gets no steps."""
+        """The default Plan of a stage. A baseline has no batch-tome, so its stage tome gets the
+        schedule of batch-tome, with the steps of both. A published BATCH-TOME gets no steps."""
         schedules = self.settings.schedule
         first, schedule = schedules["batch-tome"], schedules.get(f"{kind}-{self.blocks}",
                                                                  schedules[kind])
@@ -1111,11 +1115,11 @@ class Run:
         return stages[:stages.index(kind) + 1] if kind in stages else [*stages, kind]
 
     def appended(self):
-        """The folder appended-NNNN with the highest number, or the run folder."""
+        """The folder appended-NNNN with the highest number, or the run folder if there is none."""
         return max(self.out.glob("appended-[0-9][0-9][0-9][0-9]"), default=self.out)
 
     def corpus_made_from(self):
-        """What the corpus of this run has to be made from: {name: checksum or setting}."""
+        """What the corpus must be made from: {name: checksum, setting or "toy world SEED"}."""
         vocab = self.saved["init"]["vocab"] if self.init else self.settings.vocab
         text = f"toy world {self.seed}" if self.is_toy else self.saved["corpus"]["checksum"]
         return {"text": text, "vocabulary": vocab, "passage length": self.settings.passage_length,
@@ -1129,7 +1133,7 @@ class Run:
         return {name: checksum(path) for name, path in paths.items() if path.exists()}
 
     def check_sources(self, path, made_from, wanted):
-        """Raises UserError if `made_from`, stored with the result `path`, differs from `wanted`."""
+        """Raises UserError if `made_from`, stored in the result `path`, differs from `wanted`."""
         with intact(path, remedy="remove it to have it rebuilt"):
             others = [name for name, crc32 in wanted.items() if made_from.get(name) != crc32]
         if others:
@@ -1140,7 +1144,7 @@ class Run:
                             "it rebuilt, or choose another --out")
 
     def checkpoint(self, plan):
-        """The checkpoint of a stage, finished or not, or None. Raises UserError."""
+        """The checkpoint of a stage, finished or not; None if there is none. Raises UserError."""
         path = self.path(plan)
         if not path.exists():
             return None
@@ -1162,7 +1166,7 @@ def load_model(run, kind="tome"):
     return model.to(run.device).eval()
 
 def open_memory(run, n_search=0):
-    """The memory of run.corpus, without replaced articles. Raises UserError."""
+    """The memory of run.corpus, without the rows from replaced articles. Raises UserError."""
     folder, encoder = run.base / "memory", run.path(run.plan("batch-tome"))
     for path, stage in ((folder, "memory"), (encoder, "batch-tome")):
         if not path.exists():
@@ -1173,7 +1177,7 @@ def open_memory(run, n_search=0):
     return memory.of_passages(~run.corpus.replaced).changed(n_search=n_search)
 
 def read_run(out, blocks=1):
-    """The Run of OUT/run.json, not opened. Raises UserError."""
+    """The Run that OUT/run.json describes, not yet opened. Raises UserError."""
     path = Path(out) / "run.json"
     if not path.exists():
         raise missing(path, "tome")
@@ -1190,7 +1194,7 @@ def read_run(out, blocks=1):
         return Run(out, saved, blocks)
 
 def open_run(out, task=None, blocks=1, device=None, n_search=0):
-    """(run, trained TOME, whole memory), including appended text. Writes nothing."""
+    """(run, trained TOME, memory). Corpus and memory include appended text. Writes nothing."""
     fast_matmul()
     run = read_run(out, blocks).open(device, appended=True)
     tome = load_model(run, task or "tome")
@@ -1214,19 +1218,19 @@ def with_flags(saved, args):
     return saved | {"settings": settings}
 
 def describe_published(path, config):
-    """(the entry of --init in run.json, its sizes {name: value}). Raises UserError."""
+    """(entry for --init in run.json, {setting: value} fixed by its weights). Raises UserError."""
     config, state, _, _ = read_published(path, config)
     trained, vocab = "key.linear.weight" in state, beside(path, "vocab.txt")
     if vocab is None:
-        raise UserError(f"--init {path}: put the vocab.txt of its BERT there (for the paper's "
-                        "weights: that of bert-base-uncased)")
+        raise UserError(f"--init {path}: vocab.txt is missing; put the vocab.txt of its BERT there "
+                        "(for the paper's weights, that of bert-base-uncased)")
     words = data.load_tokenizer(vocab).get_vocab_size()
     if words != config.vocab_size:
         raise UserError(f"--init {path}: vocab.txt has {words:,} entries, but the weights have "
                         f"{config.vocab_size:,}; put the matching vocab.txt there")
     if os.path.isfile(path) and not (trained and config.n_blocks == 1):
-        raise UserError(f"--init {path}: not a BATCH-TOME with one memory layer; give a TOME to "
-                        "--stage tome --start")
+        raise UserError(f"--init {path}: it is not a BATCH-TOME with one memory layer; give a TOME "
+                        "to --stage tome --start")
     names = ["hidden", "n_heads", "intermediate", "max_positions", "gelu", "n_initial", "n_upper"]
     names += ["key_dim", "value_dim", "coref_dim"] * trained
     init = {"path": path, "vocab": checksum(vocab), "trained": trained,
@@ -1234,8 +1238,8 @@ def describe_published(path, config):
     return init, {name: getattr(config, name) for name in names}
 
 def differences(before, now):
-    """Yields what differs in `now` from `before`, in words: ("lr", "--lr 0.1", "with --lr 0.2").
-    Files are compared by checksum, since they may have moved, and shown by path."""
+    """Yields (name, new, old) for each value that differs: ("lr", "--lr 0.1", "with --lr 0.2").
+    Files are compared by checksum, since they may have been moved, and shown by path."""
     def split(value):               # what is shown, what is compared
         if isinstance(value, dict):         # a file in run.json
             return value["path"], value | {"path": None}
@@ -1249,14 +1253,14 @@ def differences(before, now):
             yield name, f"{flag(name)} {new}", made
 
 def run_values(saved):
-    """The values of run.json that flags set."""
+    """The values in run.json that are set by flags."""
     return {name: saved[name] for name in ("preset", "seed", "from", "corpus", "init")} \
         | saved["settings"]
 
 def inherit(args):
     """--from OLD: makes a new run folder from OLD's settings and this command's flags, and links
-    OLD's results of the stages before --stage. Raises UserError if such a result depends on a
-    changed setting. --preset, --seed, --corpus and --init count as settings of stage corpus."""
+    OLD's results of the stages before --stage. Raises UserError if one of these results depends on
+    a changed setting. All of them depend on --preset, --seed, --corpus and --init."""
     out, before_it = Path(args.out), STAGES[:STAGES.index(args.stage)]
     origin = getattr(args, "from")              # `from` is a keyword in Python
     if origin is None or (out / "run.json").exists():
@@ -1284,12 +1288,13 @@ def inherit(args):
             elif source.exists() and read_checkpoint(source)["about"]["finished"]:
                 data.link(source, part / name)
         write_json(part / "run.json", saved)
-        os.rename(part, out)                        # onto an empty folder, or none
+        os.rename(part, out)                        # fails if `out` exists and is not empty
         data.sync_folder(out.absolute().parent)
 
 def settle(args):
-    """(Run, Plans of the stages up to --stage). Flags such as --steps apply only to the last Plan.
-    Mistakes in flags, examples and --start are found before anything is written or trained."""
+    """(Run, Plans of the stages up to --stage, except memory). Flags such as --steps apply only to
+    the Plan of --stage itself. Mistakes in flags, examples and --start are found before anything is
+    written or trained."""
     out, kind = Path(args.out), args.task or args.stage
     choose_device(args.device)          # only for its error
     if (out / "run.json").exists():
@@ -1314,8 +1319,9 @@ def settle(args):
                  for stage in run.stages_to(kind) if stage != "memory"]
 
 def stage_plan(run, kind, args=None):
-    """The Plan of a stage: if it has begun, the one in its file, otherwise the run's default with
-    the flags of args. Raises UserError for a flag that is impossible or contradicts the file."""
+    """The Plan of a stage. If the stage has begun, its file contains the Plan. Otherwise it is the
+    run's default, changed by the flags in `args`. Raises UserError for a flag that is impossible or
+    contradicts the file."""
     plan, flags = run.plan(kind), stage_flags(run, args) if args else {}
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None:
@@ -1323,14 +1329,14 @@ def stage_plan(run, kind, args=None):
         return replace(plan, warmup=min(plan.warmup, plan.steps // 10))
     plan = checkpoint["plan"]
     for name, given, made in differences(vars(plan), flags):
-        # A stage that diverged may continue with a lower learning rate.
+        # An unfinished stage, which may have diverged, can continue with a lower learning rate.
         if name != "lr" or flags["lr"] > plan.lr or checkpoint["about"]["finished"]:
             raise UserError(f"{given}: {path} was made {made}; leave the flag out, remove {path} "
                             "to train again, or choose another --out")
     return replace(plan, **flags)
 
 def stage_flags(run, args):
-    """{name: value} of the flags that belong to --stage. Raises UserError."""
+    """{name: value} of the Plan's fields that this command's flags specify. Raises UserError."""
     flags = {name: getattr(args, name) for name in STAGE_FLAGS if getattr(args, name) is not None}
     check_values(flags)
     if run.is_baseline and flags.get("n_search"):
@@ -1346,20 +1352,22 @@ def stage_flags(run, args):
         paths = [args.examples, *map(str, dev_files(args.examples))]
         flags["examples"] = [[path, checksum(path)] for path in paths]
         for path in paths:
-            examples = labelled_examples(path, args.task)               # only for their errors
+            examples = labelled_examples(path, args.task)               # only to find errors
             if args.task == "claims" and len({e.label for e in examples}) == 1:
-                raise UserError(f"{path}: all claims have the same label; add some with another")
+                raise UserError(f"{path}: all claims have the same label; add claims with another "
+                                "label")
     elif args.task and not run.is_toy and not run.path(run.plan(args.task)).exists():
         raise UserError(f"--task {args.task} on your own corpus needs --examples FILE (README)")
     return flags
 
 def needs_memory(run, plan, args):
-    """Whether the memory has to be built right after this stage (only if it is batch-tome)."""
+    """Whether the memory has to be built right after this stage (true only for batch-tome)."""
     return (plan.kind == "batch-tome" and args.stage != "batch-tome"
             and not (run.out / "memory").exists())
 
 def announce(run, plans, args):
-    """Prints which stages will be trained, and for how many steps."""
+    """Prints which stages will be trained, for how many steps, and whether the memory will be built
+    or a file appended."""
     parts = []
     for plan in plans:
         checkpoint, is_default = run.checkpoint(plan), plan.steps == run.plan(plan.kind).steps
@@ -1380,7 +1388,7 @@ def announce(run, plans, args):
 def prepare(run, source):
     """The first process makes the corpus and run.json if they are missing. All other processes
     wait. source: the file of --corpus, or None to read the corpus from the path in run.json."""
-    ann.barrier()               # all processes have read the existing files
+    ann.barrier()               # wait until all processes have read the existing files
     if ann.rank_and_size()[0] == 0:
         if not (run.out / "corpus").exists():
             if run.is_toy:
@@ -1404,8 +1412,9 @@ def make_world(folder, seed):
     return folder / "corpus.jsonl"
 
 def make_corpus(run, source, folder, old=None, replace_articles=False, appended=()):
-    """Tokenises `source` into the folder. old: a Corpus whose passages come first, unchanged. Its
-    tokenizer is used. appended: [checksum, replace_articles] per appended file, `source` last."""
+    """Tokenises `source` into the folder. old: a Corpus whose tokenizer is used and whose passages
+    come first, unchanged. appended: [checksum, replace_articles] of each appended file, the last of
+    which is `source`."""
     settings, made_from = run.settings, run.corpus_made_from()
     if old is not None:
         tokenizer = old.tokenizer
@@ -1428,18 +1437,19 @@ def make_corpus(run, source, folder, old=None, replace_articles=False, appended=
         f"({counts['linked']:,} linked) of {counts['entities']:,} entities")
 
 def make_memory(run, corpus, folder, old_folder=None):
-    """Builds the memory of a corpus (§2.1.2). old_folder: its memory before --append."""
+    """Builds the memory of a corpus (§2.1.2). old_folder: the memory before --append."""
     made_from = run.made_from("memory") | {"corpus": checksum(corpus.folder / "meta.json")}
     build_memory(load_model(run, "batch-tome"), corpus, folder, run.device,
                  np.dtype(run.settings.memory_dtype), made_from, old_folder)
 
 def append(run, file, replace_articles):
-    """Adds a corpus file and its memory as a new folder appended-NNNN, which training never uses.
-    replace_articles: articles of the file replace existing ones with the same title."""
+    """Makes a new folder appended-NNNN, which contains the corpus and the memory extended by a
+    corpus file. Training never uses this folder. replace_articles: whether articles in the file
+    replace existing articles with the same title."""
     run.open(run.device.type, appended=True)
     done, record = run.corpus.meta["appended"], [checksum(file), replace_articles]
-    # With --replace, only the last file counts, because a later file may have replaced the articles
-    # of an earlier one.
+    # With --replace, only the last appended file is compared, since a later file may have replaced
+    # the articles of an earlier one.
     if record in (done[-1:] if replace_articles else done):
         say(f"{run.base} already contains {file}; nothing is left to do.")
         return
@@ -1459,8 +1469,8 @@ def append(run, file, replace_articles):
     say(f"Added {len(new.article) - n:,} passages from {file} to the existing {n:,}.")
 
 def append_corpus(run, file, part, replace_articles, appended):
-    """Makes the corpus of --append, unless a killed command left it there. Prints words that the
-    vocabulary does not contain."""
+    """Makes the corpus of --append in `part`, unless a killed command has already made it. Prints
+    the words that the vocabulary does not contain."""
     corpus = part / "corpus"
     if corpus.exists() and data.open_folder(corpus, "tokenised corpus")["appended"] == appended:
         return
@@ -1475,19 +1485,21 @@ def append_corpus(run, file, part, replace_articles, appended):
     make_corpus(run, file, corpus, run.corpus, replace_articles, appended)
 
 def log(out, record):
-    """Appends a line to log.jsonl. After a crash a step can have two, which differ in "seconds"."""
+    """Appends `record` to log.jsonl, as one line. After a crash, the same evaluation can be there
+    twice; the two lines then differ in "seconds"."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
-            if file.read() not in (b"", b"\n"):         # a crash cut the last line off
+            if file.read() not in (b"", b"\n"):         # a crash left the last line incomplete
                 file.write(b"\n")
             file.write(json.dumps(record).encode() + b"\n")
         data.sync(out / "log.jsonl")
 
 @contextmanager
 def alone_in(out):
-    """Makes the run folder and locks it until the command ends or is killed. Removes it again if it
-    was new and stays empty. Raises UserError if another command has locked it."""
+    """Makes the folder `out` and locks it until the `with` block ends or the command is killed. A
+    new folder that is still empty after the block is removed. Raises UserError if another command
+    has locked the folder."""
     is_new, folder = not os.path.exists(out), None
     os.makedirs(out, exist_ok=True)
     data.sync_folder(Path(out).absolute().parent)
@@ -1504,7 +1516,7 @@ def alone_in(out):
         yield
     finally:
         if is_new:
-            with suppress(OSError):         # it is not empty
+            with suppress(OSError):         # not empty, or renamed (by inherit)
                 os.rmdir(out)
         if folder is not None:
             os.close(folder)
@@ -1525,13 +1537,14 @@ def signals_to(handler):
             signal.signal(number, earlier)
 
 def fast_matmul():
-    """Speeds up float32 products on processors without AMX. The setting "bf16" selects oneDNN,
-    which on AMD is faster than MKL and, without AMX, still computes in float32. If a test product
-    is inexact, the setting is undone. All runs must call this function to be bit-identical."""
+    """Speeds up float32 products on processors without AMX (Intel's matrix instructions). The
+    setting "bf16" selects the library oneDNN, which is faster than the default (MKL) on AMD and,
+    without AMX, still computes in float32. If a test product is inexact, the setting is undone.
+    Runs are bit-identical only if all of them call this function."""
     # oneDNN caches the code that it compiles for each shape of a product. Batches have many shapes,
     # and with the default limit of 1,024 the cache takes gigabytes.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "128")          # read at the first product
+        os.environ.setdefault(name, "128")          # oneDNN reads these at the first product
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     has_amx = torch.cpu.get_capabilities().get("amx_tile", False)
     if has_amx or not hasattr(matmul, "fp32_precision"):
@@ -1550,7 +1563,7 @@ def say_figures(figures, place=""):
     """Prints `place` (stage and step) and figures as one aligned line, if there are any figures.
     The mean losses come first. Then come "tokens" and "attention" of masked_mentions in percent,
     each for seen/unseen entities, or in fine-tuning the accuracy on dev examples. Training.evaluate
-    also writes all figures to log.jsonl; the fit does not."""
+    also writes all figures to log.jsonl; BatchTOMEStage.fit only prints them."""
     losses = [f"{name} {value:.2f}" for name, value in figures.items()
               if isinstance(value, float) and name != "score"]
     groups = [figures[group] for group in GROUPS if figures.get(group, {}).get("n")]
@@ -1566,7 +1579,7 @@ def say_figures(figures, place=""):
         say(f"{left:<52}  {'  '.join(measured)}".rstrip())
 
 def choose_device(name=None):
-    """The torch.device of --device; with several processes, a GPU for each. Raises UserError."""
+    """The torch.device for --device. With CUDA, each process gets its own GPU. Raises UserError."""
     is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not is_there.get(name, True):
         raise UserError(f"--device {name}: this PyTorch sees no such device; leave --device out")
@@ -1579,9 +1592,10 @@ def choose_device(name=None):
     return torch.device("cuda", index)
 
 def join_processes(device):
-    """Connects to any other processes that torchrun started; gives up after a few minutes. Later
-    waits may last a day, since the first process tokenises the corpus. If a process dies, its
-    closed connections tell the others at once. Raises UserError for wrong torchrun variables."""
+    """Connects this process to the others that torchrun started, if any. Gives up after a few
+    minutes. Once connected, a process may wait for up to a day, because the first process tokenises
+    the corpus alone. If a process dies, its closed connections tell the others at once. Raises
+    UserError if torchrun's environment variables are wrong."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size == "1":
         return
@@ -1616,7 +1630,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
     "the command": {
         "stage": {"choices": STAGES[1:], "required": True},
         "out": {"help": "folder of the run (default: runs/<preset>)"},
-        "device": {"choices": ("cpu", "cuda", "mps"), "help": "default: cuda if found, else cpu"},
+        "device": {"choices": ("cpu", "cuda", "mps"),
+                   "help": "default: cuda if found, otherwise cpu"},
         "quiet": {"action": "store_true", "help": "no report at the end"}},
     "a new run; in an existing folder these may be left out": {
         "preset": {"choices": list(PRESETS)}, "seed": options(CHECKED["seed"]),
@@ -1628,21 +1643,21 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
                         "changed"}},
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
-        "start": {"help": "initial weights: a .pt file, a TOME file of the paper's own code (with "
-                  '--steps 0 they stay unchanged), or "scratch" for new weights (random, or '
-                  "--init's)"},
-        "task": {"choices": ("claims", "qa"), "help": "what --stage finetune trains"},
+        "start": {"help": "initial weights (unchanged with --steps 0): a .pt file, a TOME file "
+                  'of the paper\'s own code, or "scratch" for new weights (random, or those of '
+                  "--init)"},
+        "task": {"choices": ("claims", "qa"), "help": "the task for --stage finetune"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
         "replace": {"action": "store_true", "default": None,
-                    "help": "with --append: new articles replace those with the same title"}}}
-GOES_WITH = {       # stages, and the flags that do nothing in others
+                    "help": "with --append: new articles replace old ones with the same title"}}}
+GOES_WITH = {       # stages, and the flags that have no effect in other stages
     ("batch-tome", "tome", "finetune"): ("steps", "batch", "lr"),
     ("tome", "finetune"): ("start", "n_search", "blocks"),
     ("memory",): ("append", "replace"), ("finetune",): ("task", "examples")}
 
 def parse_arguments(argv):
-    """The parsed command line. A flag that the stage would not use is an error."""
+    """The parsed command line. A flag in GOES_WITH that --stage would not use is an error."""
     parser = argparse.ArgumentParser(description="Train TOME, stage by stage.", allow_abbrev=False)
     for title, flags in (*ARGUMENTS.items(), ("settings of the stage", STAGE_FLAGS),
                          ("settings of a new run (default: the preset's)", FLAGS)):
@@ -1663,19 +1678,20 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """Trains the unfinished stages up to --stage, then appends. Returns the last Plan."""
+    """Trains the unfinished stages up to --stage, builds the memory if it is missing, and carries
+    out --append. Returns the last Plan."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
-    ann.barrier()               # with --from, the first process has made the new folder
+    ann.barrier()               # wait for the first process: with --from, it makes the new folder
     run, plans = settle(args)
     announce(run, plans, args)
     prepare(run, args.corpus)
     run.open(args.device)
     for plan in plans:
         started, checkpoint = time.time(), run.checkpoint(plan)
-        ann.barrier()               # all processes have read what this stage may write
+        ann.barrier()               # wait until all processes have read this stage's old file
         if checkpoint is None or not checkpoint["about"]["finished"]:
-            say(f"Stage {plan.name}, in {precision_on(run.config, run.device)}.")
+            say(f"Starting stage {plan.name} in {precision_on(run.config, run.device)}.")
             train_stage(run, plan, checkpoint)
             run.read_checkpoint.cache_clear()       # the stage's file has changed
             how = "finished" if plan.steps else "loaded, without training,"
@@ -1687,12 +1703,13 @@ def train(args):
     if args.stage == "memory":
         folder = run.appended() / "memory"
         n = data.open_folder(folder, "memory", wanted=lambda name: False)["n"]
-        say(f"memory: {n:,} linked mentions in {folder}.")
+        say(f"{folder} contains {n:,} linked mentions.")
     return plans[-1]
 
 def report(args, plan):
-    """Runs eval.py, which imports this file, in a new process and returns its exit status. With
-    several processes, only prints the command, since the memory may not fit into one process."""
+    """Runs eval.py, in a new process because it imports this file, and returns its exit status.
+    With several processes, only prints the command, since the memory may not fit into one
+    process."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("out", "blocks", "task", "device")
              if getattr(args, name)]
     if plan.n_search:
@@ -1705,10 +1722,10 @@ def report(args, plan):
     return subprocess.run([sys.executable, Path(__file__).with_name("eval.py"), *flags]).returncode
 
 def main(argv=None):
-    """Returns the exit status: 0, 1 with a sentence on stderr, 130 after Ctrl-C or SIGTERM."""
+    """Returns the exit status: 0, 1 (with a sentence on stderr) or 130 (Ctrl-C or SIGTERM)."""
     args, status = parse_arguments(argv), 0
     try:
-        # Both signals raise KeyboardInterrupt, in train_stage only after the step has been saved.
+        # Ctrl-C and SIGTERM raise KeyboardInterrupt; in train_stage, only once the step is saved.
         with signals_to(signal.default_int_handler):
             fast_matmul()
             join_processes(args.device)

@@ -429,7 +429,7 @@ DAMAGES = {
     "no word embeddings": (lacking("word_embeddings"), "it has no 'embeddings.word.weight'"),
     "half an MLM head": (lacking("cls.predictions.bias"), "it has no 'mlm.bias'"),
     "whole numbers": (having("encoder.layer.1.output.dense.weight", torch.ones(12, 20).char()),
-                      "down.weight contains a value that is not a finite number"),
+                      "down.weight contains a value that is not a finite float"),
     "NaN": (having("embeddings.word_embeddings.weight", torch.full((len(VOCAB), 12), math.nan)),
             "embeddings.word.weight contains a value that is not a finite"),
     "a sparse tensor beyond its shape": (
