@@ -177,9 +177,12 @@ class MLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.gelu = config.gelu
 
+    def transform(self, h):
+        """The hidden layer below the output layer: h (L, hidden) -> (L, hidden)."""
+        return self.norm(F.gelu(self.dense(h), approximate=self.gelu))
+
     def forward(self, h, word_embedding):
-        h = self.norm(F.gelu(self.dense(h), approximate=self.gelu))
-        return F.linear(h, word_embedding, self.bias)
+        return F.linear(self.transform(h), word_embedding, self.bias)
 
 def init_weights(module, std):
     """Draws normally distributed weights (not truncated, unlike BERT's) and zeroes biases."""

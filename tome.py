@@ -181,11 +181,12 @@ def predict_entity(scores, memory_entity):
 # ---- The heads of claims and questions (§4.3, §4.4) ----------------------------------------------
 
 def claim_logits(tome, H, batch):
-    """Logits (B, 3) in the order of data.CLAIM_LABELS, from H at [E_start] (where eq. 9 added the
-    memory's values), averaged over the claim's mentions. The paper does not describe its claims
-    head. With [CLS] instead, as in the public code, accuracy on toy claims stayed at chance."""
+    """Logits (B, 3) in the order of data.CLAIM_LABELS, from the MLM head's hidden layer at
+    [E_start] (where eq. 9 added the memory's values), averaged over the claim's mentions. The paper
+    does not describe its claims head. With [CLS] instead, as in the public code, accuracy on toy
+    claims stayed at chance."""
     n_mentions = torch.bincount(batch.row, minlength=len(batch.tokens)).clamp(min=1)    # (B,)
-    h = H[batch.row, batch.start]                                               # (M, hidden)
+    h = tome.mlm.transform(H[batch.row, batch.start])                           # (M, hidden)
     total = h.new_zeros(len(n_mentions), h.shape[-1]).index_add(0, batch.row, h)
     return tome.claim(total / n_mentions[:, None])
 

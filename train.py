@@ -103,6 +103,9 @@ class Settings:
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity in the later steps", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
+    # As in pre-training. (The paper fine-tunes with 32 processes; 32 each would make only 1,024.)
+    k_finetune: int = setting(4096, (1, 10**6), "--k-answer in fine-tuning, which learns only from "
+                              "answers among these memories", "finetune")
     # log_every decides at which steps fine-tuning is evaluated, and so which weights can be kept as
     # the best. Apart from that, the next three settings affect no result.
     log_every: int = setting(1000, (1, 10**6), "steps between evaluations", "finetune")
@@ -142,8 +145,8 @@ class Plan(Schedule):
 # of the mean over the whole batch, so the sum of all processes' gradients is the batch's gradient.
 #
 # `run` is an open run folder (class Run, below). It has settings, seed, corpus, tokenizer, device,
-# is_toy, is_baseline, entity_group (E,) of names from GROUPS, and two Configs: config and, for
-# BATCH-TOME with its one memory layer, batch_tome_config.
+# is_toy, is_baseline, entity_group (E,) of names from GROUPS, and three Configs: config,
+# task_config (for fine-tuning) and, for BATCH-TOME with its one memory layer, batch_tome_config.
 
 def endless(order):
     """Returns a function at(step, n), called `items` in a stage: the n items of a step, taken from
@@ -344,7 +347,7 @@ class FinetuneStage:
     and linking are not in the paper (README, "What differs")."""
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
-        self.model = load_model(run)
+        self.model = load_model(run, "tome", run.task_config)       # k_answer = k_finetune
         start_from(run, self.model, plan)
         self.memory, self.training_memory = open_memories(run, self.model, plan.n_search)
         self.training, self.dev = read_task_examples(run, plan)
@@ -945,7 +948,7 @@ PRESETS = {
     "mini": data.TEXT_PRESETS["mini"] | dict(
         hidden=128, n_heads=8, intermediate=512, max_positions=256, n_initial=3, n_upper=2,
         key_dim=128, value_dim=256, coref_dim=64, dropout=0.0, k=256, k_shard=256, k_answer=256,
-        k_answer_shard=256, cluster=64, mention_rate=0.5, all_of_entity=1,
+        k_answer_shard=256, k_finetune=256, cluster=64, mention_rate=0.5, all_of_entity=1,
         token_rate=0.07, coref_weight=0.5, memory_from=0.95, memory_fraction=1.0,
         memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_until=0.29,
         teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
@@ -955,7 +958,7 @@ PRESETS = {
     "toy": data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, n_initial=3, n_upper=1,
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-        k_answer_shard=64, cluster=64, mention_rate=0.4, memory_from=0.63,
+        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.63,
         memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
         init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
         eval_mentions=100, schedule={
@@ -1048,8 +1051,9 @@ def with_values(defaults, values):
 class Run:
     """A run folder as described by the contents of run.json (`saved`), for TOME-1 or TOME-2
     (`blocks`). open() adds the attributes base (the folder that contains corpus/ and memory/),
-    corpus, tokenizer, entity_group, device and batch_tome_config, and completes config (vocab_size,
-    n_entities). Raises UserError for settings that are not allowed or contradict each other."""
+    corpus, tokenizer, entity_group, device, batch_tome_config and task_config, and completes config
+    (vocab_size, n_entities). Raises UserError for settings that are not allowed or contradict each
+    other."""
 
     def __init__(self, out, saved, blocks=1):
         self.out, self.saved, self.blocks, self.seed = Path(out), saved, blocks, saved["seed"]
@@ -1090,6 +1094,9 @@ class Run:
         self.config = replace(self.config, vocab_size=self.corpus.vocab_size, n_entities=n_entities)
         # BATCH-TOME has only one memory layer, below all n_upper layers (tome.split_into_blocks).
         self.batch_tome_config = replace(self.config, n_blocks=1)
+        k, config = self.settings.k_finetune, self.config   # k_answer_shard grows in proportion
+        self.task_config = replace(config, k_answer=k,
+                                   k_answer_shard=config.k_answer_shard * k // config.k_answer)
         return self
 
     def plan(self, kind):
@@ -1154,13 +1161,15 @@ class Run:
         self.check_sources(path, checkpoint["about"].get("made_from"), self.made_from(plan.kind))
         return checkpoint
 
-def load_model(run, kind="tome"):
-    """The trained model of a stage. Raises UserError if it is missing or unfinished."""
+def load_model(run, kind="tome", config=None):
+    """The trained model of a stage. config: another Config for it, with the same sizes. Raises
+    UserError if the model is missing or unfinished."""
     plan = run.plan(kind)
     path, checkpoint = run.path(plan), run.checkpoint(plan)
     if checkpoint is None or not checkpoint["about"]["finished"]:
         raise missing(path, plan.flags, "unfinished" if checkpoint else "missing")
-    model = BatchTOME(TOME(run.batch_tome_config)) if kind == "batch-tome" else TOME(run.config)
+    config = config or (run.task_config if kind in ("claims", "qa") else run.config)
+    model = BatchTOME(TOME(run.batch_tome_config)) if kind == "batch-tome" else TOME(config)
     with intact(path):
         model.load_state_dict(checkpoint["model"])
     return model.to(run.device).eval()

@@ -42,7 +42,7 @@ SCHEDULE = dict.fromkeys(("batch-tome", "tome", "claims", "qa"), train.Schedule(
 MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 1, "cluster": 8,
          "log_every": 3, "save_every": 2, "eval_mentions": 6, "fit_passages": 64, "key_dim": 16,
          "value_dim": 16, "coref_dim": 16, "vocab": 600, "k": 8, "k_shard": 8, "k_answer": 8,
-         "k_answer_shard": 8, "dropout": 0.1, "schedule": SCHEDULE}
+         "k_answer_shard": 8, "k_finetune": 16, "dropout": 0.1, "schedule": SCHEDULE}
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])     # imports half of PyTorch before a fork
 
 def shrink(patch):

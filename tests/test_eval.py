@@ -75,8 +75,12 @@ def loss_of_equation_10(memory, query, answer, k):
     return [-math.log(own)] if own > 0 else []
 
 def claim_logits_by_hand(tome, H, batch):
-    """Logits (3,) of a batch of one claim: the mean of H at its mentions, the head."""
-    judged = [torch.zeros(H.shape[-1]), *(H[0, start] for start in batch.start.tolist())]
+    """Logits (3,) of a batch of one claim: GELU (its tanh formula) and LayerNorm at each mention, their mean, the head."""
+    judged, mlm = [torch.zeros(H.shape[-1])], tome.mlm
+    for start in batch.start.tolist():
+        x = mlm.dense.weight @ H[0, start] + mlm.dense.bias
+        x = .5 * x * (1 + torch.tanh((2 / np.pi) ** .5 * (x + .044715 * x ** 3)))
+        judged.append(mlm.norm.weight * (x - x.mean()) / (x.var(unbiased=False) + mlm.norm.eps) ** .5 + mlm.norm.bias)
     return tome.claim.weight @ (sum(judged) / max(1, len(judged) - 1)) + tome.claim.bias
 
 @pytest.mark.parametrize("kind", ["claims", "qa"])

@@ -469,6 +469,17 @@ def test_a_process_without_a_shard_has_an_empty_memory_of_the_same_type(
         a, b = getattr(full, name), getattr(empty, name)
         assert a.dtype == b.dtype and a.shape[1:] == b.shape[1:], name
 
+def test_eq_10_compares_k_finetune_memories_in_fine_tuning_and_evaluation(before, monkeypatch):
+    out, asked, real = before("qa"), [], train.MentionMemory.retrieve
+    monkeypatch.setattr(train.MentionMemory, "retrieve", before_call(
+        real, lambda memory, query, passage, k, k_shard: asked.append((k, k_shard))))
+    works("finetune --task qa", out, "--steps", 1)
+    # The memory layer, then eq. 10.
+    assert asked[:2] == [(8, 8), (16, 16)]
+    asked.clear()
+    figures_of(out, "--task", "qa")
+    assert asked[:2] == [(8, 8), (16, 16)]
+
 @slow
 def test_fine_tuning_keeps_the_weights_with_the_best_dev_score(before):
     out = before("qa")
