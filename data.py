@@ -1257,7 +1257,8 @@ PRINTED |= {"lang": "{1}", "transl": "{last}", "transliteration": "{last}", "as 
             "circa": "c. {0}", "c.": "c. {0}", "ca.": "c. {0}", "frac": "{0}/{1}",
             "uss": "USS {0}", "hms": "HMS {0}", "us$": "US${0}", "usd": "US${0}", "gbp": "£{0}",
             "£": "£{0}", "eur": "€{0}", "€": "€{0}", "inr": "₹{0}", "ndash": "–", "snd": " – "}
-NUMBER = r"[−+-]?[\d.,/ ]*\d"       # QUANTITY: the "5|km" of {{convert|5|km|mi}}, printed as "5 km"
+# QUANTITY: the "5|km" of {{convert|5|km|mi}}, printed as "5 km"; also "5|to|10|km", "5|ft|3|in".
+NUMBER = r"[−+-]?[\d.,/ ]*\d"
 QUANTITY = re.compile(rf"{NUMBER}(\|[^\d|]*\|{NUMBER})*\|[^|]+(\|{NUMBER}\|[^|\d][^|]*)*")
 # A sentence has a gap if an unknown template follows one of these words.
 GAP = re.compile(r"(?i)\b(a|an|the|of|in|on|at|by|to|from|for|with|than|about|is|are|was|were|as|"
@@ -1380,7 +1381,9 @@ def read_article(page) -> tuple:
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
     wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
-    wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")   # TIDY drops lines with "<!"
+    # "==" (an empty heading) keeps the sections around it apart. An unclosed "<!--" would hide the
+    # rest of its section; as "<! " it only makes TIDY drop its line.
+    wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
         section = re.sub("(?m)^=.*", "", section)           # a heading with text after it
         if len(section) > MAX_SECTION or is_open(section):
