@@ -52,7 +52,7 @@ def best_of(scores, ids, k):
 
 # ---- k-means and buckets
 
-SAMPLE = 256            # keys per bucket that k-means is trained on
+SAMPLE = 256            # number of keys per bucket on which k-means is trained
 
 def nearest(points, centroids):
     """points (N, d), centroids (C, d) -> nearest centroid's squared distance and number (N,)."""
@@ -281,8 +281,9 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     are above it. A guessed bar that was never raised is also raised after a few more tiles."""
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
     # The first tile should have enough keys for a good guess: 10,240 or, if more, enough to contain
-    # about 8 of the k best (both found by trial). But if k allows, its scores take less than 32 MB:
-    # malloc returns larger buffers to the system, and a new one takes as long to get as to fill.
+    # about 8 of the k best (both found by trial). But unless k requires more, its scores take at
+    # most 32 MB: malloc returns larger buffers to the system, and getting one takes as long as
+    # filling it.
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)

@@ -239,8 +239,8 @@ POOL = 2 ** 15          # maximum number of articles that are compared with each
 def related_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages from related articles, as arrays of passage numbers.
 
-    Only the last cluster can be smaller. Since clustering takes quadratic time, more than
-    n = max(POOL, 2 * size) articles are divided into random pools that are clustered separately. A
+    Only the last cluster can be smaller. Clustering takes quadratic time. So if there are more than
+    n = max(POOL, 2 * size) articles, they are divided into random pools, clustered separately. A
     pool gets at least n / 2 articles, and so at least `size` passages. It fills every cluster
     except perhaps its last. The passages of unfilled clusters are clustered again."""
     passages = np.sort(passages)
@@ -415,8 +415,9 @@ def toy_world(seed=0) -> tuple:
 
     examples = {}
     for split, limit in {"train": None, "dev": 300, "test": 500, "unseen": 500}.items():
-        # No example asks for a described fact (its first hop may be one). Otherwise the model would
-        # use descriptions, which other splits lack (tests/README.md, "Descriptions at the answer").
+        # No example asks for a described fact (the first of two facts may be one). Otherwise the
+        # model would use descriptions, which other splits lack (tests/README.md, "Descriptions at
+        # the answer").
         plain = {fact: obj for fact, obj in splits[split].items() if fact not in described}
         one = toy_examples(rng, one_hop(plain), limit)
         two = toy_examples(rng, two_hops(splits[split], plain), limit)
@@ -464,8 +465,8 @@ def toy_line(key, sentences, **others) -> dict:
 def toy_corpus(rng, facts, described, split) -> Iterator[dict]:
     """The lines of a world, with five passages per subject (see above). The five contain, in random
     order, 1, 2, 3, 3 and 3 facts if the subject has three facts, and 1, 1, 2, 2 and 2 if it has
-    two. described: facts that are each described in one passage, never in a held-out one. split:
-    "held_out" for all passages, or "train", of which 5% are then held out."""
+    two. described: facts that are each described in one passage, never in a held-out one. split: if
+    "held_out", all passages are held out; if "train", about 5% of them."""
     objects = defaultdict(dict)                             # {subject: {relation: object}}
     for (subject, relation), obj in facts.items():
         objects[subject][relation] = obj
@@ -1114,7 +1115,7 @@ class Corpus:
 
         unseen: fraction of entities linked only in held-out passages. old: a Corpus that is copied
         first; new passages are then held out. replace: new articles replace old ones with the same
-        title. about: values for meta.json. Raises UserError for a bad line or no linked mention."""
+        title. about: values for meta.json. Raises UserError for a bad line or if no mention is linked."""
         part = Path(f"{os.path.normpath(folder)}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -1239,7 +1240,7 @@ OPEN_OR_CLOSE = re.compile(r"\{\{|\{\||\[\[|\[(?=\w+:)|<[a-zA-Z]\w*(?![^<>]*/>)|
 CLOSED_BY = {"}}": "{{", "|}": "{|", "]]": "[[", "]": "["}
 HIDDEN = ("ref", "table", "pre", "source", "syntaxhighlight", "chem")       # tags to be emptied
 # Links that show nothing in the text: files, categories, and the same page in other languages
-# ("de:…"). The eight excepted prefixes look like languages, but links with them show a text.
+# ("de:…"). The eight excepted prefixes look like language codes, but links with them show a text.
 IN_MARGIN = re.compile(r"(?i)(file|image|category)\s*:|(?!(?:doi|hdl|mos|mw|re|rfc|voy|wp):)"
                        r"(?:simple|[a-z]{2,3}(?:-[a-z-]+)?):(?! )")
 # Titles in other namespaces and wikis (but not "Alien: Covenant" or "Re:Zero"), and titles and

@@ -23,7 +23,7 @@ from torch import nn
 def setting(default, allowed, text, since="batch-tome"):
     """A dataclass field that is also a flag of train.py. allowed: the allowed words, or (minimum,
     maximum). text: the help text. since: the first stage that depends on the setting ("corpus" is
-    the tokenisation). If the setting changes, `train.py --from` can reuse only earlier results."""
+    the tokenisation). If the setting changes, `train.py --from` reuses only earlier stages."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
@@ -247,7 +247,8 @@ GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": 
         "gelu_pytorch_tanh": "tanh"}                                        # BERT's -> torch's
 
 def beside(path, name):
-    """The file `name` at `path` (say, RUN/weights/step<N>) or up to two folders above, or None."""
+    """The file `name` in the folder `path`, or up to two folders above `path` (which may be a file,
+    RUN/weights/step<N>). None if there is none."""
     path = Path(path).absolute()
     files = (folder / name for folder in (path, *path.parents[:2]))
     return next(filter(Path.is_file, files), None)

@@ -8,7 +8,7 @@ for a fine-tuned model, of questions answered or claims judged correctly. Accura
 little about a memory. So the report adds these controls to "memory", the accuracy with the memory:
 
     emptied          the memory has no rows
-    shuffled         values are permuted: the same memories are retrieved, with wrong values (only
+    shuffled         values are permuted: a query finds the same memories, with wrong values (only
                      for masked tokens; the controls below are only for questions and claims)
     without_memory   the memory layers are skipped, even their LayerNorm; eq. 10 still retrieves the
                      answer to a question
@@ -74,9 +74,9 @@ def open_run(out, task=None, blocks=1, device=None, n_search=0, fraction=1.0):
     """Opens a run folder. Returns an Opened, the first argument of ask, encode and search.
 
     task: "qa" or "claims" for a fine-tuned model, None for the pre-trained one. blocks: 1 for
-    TOME-1, 2 for TOME-2. device: "cpu", "cuda" or "mps" (default: as --device). n_search: how
-    many buckets of the memory to search, 0 for exact search. fraction: the share of the memory's
-    passages to keep. Raises data.UserError."""
+    TOME-1, 2 for TOME-2. device: "cpu", "cuda" or "mps"; None: "cuda" if found, otherwise "cpu".
+    n_search: how many buckets of the memory to search, 0 for exact search. fraction: the share of
+    the memory's passages to keep. Raises data.UserError."""
     run, tome, memory = train.open_run(out, task, blocks, device, n_search)
     if run.is_baseline and (n_search or fraction < 1):
         raise data.UserError(f"{out} is a baseline: it has no mention memory")
@@ -419,7 +419,7 @@ def report(opened, args):
     """Prints the figures, as JSON or as a table with its legend."""
     run, tome, memory, task = opened
     if task and not args.examples and not run.is_toy:
-        advice = f"there are no examples to evaluate; give --task {task} --examples FILE"
+        advice = f"there are no examples to evaluate on; give --task {task} --examples FILE"
         if args.json:
             raise data.UserError(advice)
         train.say(advice)                   # not an error: training ends with this report

@@ -167,7 +167,7 @@ class MentionMemory:
         return self.of_passages(keep)
 
     def shuffled(self):
-        """The memory with permuted values: the same rows are retrieved, with wrong values."""
+        """The memory with permuted values: a query retrieves the same rows, but wrong values."""
         order = np.random.default_rng(0).permutation(len(self))
         return self.changed(values=self.values[torch.from_numpy(order)])
 

@@ -139,7 +139,7 @@ def coreference_loss(z, entity, passage):
     """App. A.2: z should be similar for two mentions of the same entity, and otherwise dissimilar.
 
     z (M, d_C), entity (M,) 0 = not linked, passage (M,) -> scalar. Each linked mention is compared
-    with the linked mentions in other passages, of all processes. Mentions of the same entity are
+    with the linked mentions in other passages of all processes. Mentions of the same entity are
     its positives, mentions of other entities its negatives. Its loss is the mean, over positives,
     of the cross-entropy of a positive against all negatives; the result is the mean over mentions
     with a positive. (The public code and A.2's text say so; A.2's formula sums inside the log.)"""

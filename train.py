@@ -464,7 +464,7 @@ class Training:
         rank, size = ann.rank_and_size()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(plan, step) * group["scale"]
-        # Seeds dropout and, in teacher forcing, the choice of mentions that are given memories.
+        # Seeds dropout and, in teacher forcing, which memories are given, and to which mentions.
         torch.manual_seed(zlib.crc32(f"{run.seed} {plan.kind} {step} {rank}".encode()))
         batch_of_all = self.stage.next_batch(step)
         batch = batch_of_all.part(rank, size).to(run.device)
@@ -604,8 +604,8 @@ class MaskedMention(NamedTuple):
     is_named: bool          # eq. 10 picks the mention's entity
     is_recalled: bool       # a memory of this entity is among the 20 best of eq. 10
     attention: float
-    visible: list           # (group, attention) of each visible mention whose entity occurs in at
-                            # least two passages of the memory (the mention's own is excluded)
+    visible: list           # (group, attention) of each visible mention whose entity is linked in
+                            # at least two passages of the memory, so not only in its own
 
     @property
     def share(self):
@@ -788,8 +788,8 @@ class TeacherForcedTOMEStage(TOMEStage):
 
     def losses(self, batch, step):
         """At first every linked mention is given memories, while the queries and the layers below
-        the memory are frozen, except the word embeddings, which the MLM head shares. Later a
-        fraction of the mentions is given memories, or the model would forget how to read them."""
+        the memory are frozen, except the word embeddings, which the MLM head shares. Later, only a
+        fraction of the mentions is; with none, the model would forget how to read memories."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_until * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate
@@ -1652,8 +1652,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
                         "changed"}},
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
-        "start": {"help": "initial weights (unchanged with --steps 0): a .pt file, a TOME file "
-                  'of the paper\'s own code, or "scratch" for new weights (random, or those of '
+        "start": {"help": "initial weights (stored as they are with --steps 0): a .pt file, a TOME "
+                  'file of the paper\'s own code, or "scratch" for new weights (random, or those of '
                   "--init)"},
         "task": {"choices": ("claims", "qa"), "help": "the task for --stage finetune"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
