@@ -1115,7 +1115,7 @@ class Corpus:
 
         unseen: fraction of entities linked only in held-out passages. old: a Corpus that is copied
         first; new passages are then held out. replace: new articles replace old ones with the same
-        title. about: values for meta.json. Raises UserError for a bad line or if no mention is linked."""
+        title. about: values for meta.json. Raises UserError: a bad line, no linked mention."""
         part = Path(f"{os.path.normpath(folder)}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

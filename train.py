@@ -1653,8 +1653,8 @@ ARGUMENTS = {       # flags that are not settings, in groups, with their argumen
     "the stage (all flags except --append and --replace are stored in its file)": {
         "blocks": {"type": int, "choices": (1, 2), "help": "TOME-1 (default) or TOME-2"},
         "start": {"help": "initial weights (stored as they are with --steps 0): a .pt file, a TOME "
-                  'file of the paper\'s own code, or "scratch" for new weights (random, or those of '
-                  "--init)"},
+                  'file of the paper\'s own code, or "scratch" for new weights (random, or those '
+                  "of --init)"},
         "task": {"choices": ("claims", "qa"), "help": "the task for --stage finetune"},
         "examples": {"help": "a file to train on (default: the toy world's examples)"},
         "append": {"help": "add a corpus file to the memory, without training"},
