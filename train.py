@@ -1010,6 +1010,8 @@ def missing(path, stage, how="missing"):
     advice = f"run python train.py --stage {stage} --out {shlex.quote(str(path.parent))}"
     if any(part.is_file() for part in path.parents):
         advice = "give the folder of a run, such as runs/toy"
+    if path.parent.name.startswith("appended-"):
+        advice = f"remove {path.parent} and append its file again"
     return UserError(f"{path} is {how}; {advice}")
 
 @contextmanager

@@ -710,7 +710,7 @@ def test_opening_a_run_writes_nothing_and_builds_nothing(done):
     for kind in ("memory", "corpus"):
         folder = done / "appended-0002" / kind
         folder.rename(done / "away")
-        with pytest.raises(data.UserError, match=f"{folder} is missing; run python train.py"):
+        with pytest.raises(data.UserError, match=f"{folder} is missing; remove {folder.parent} and append"):
             train.open_run(done)
         assert not folder.exists()
         (done / "away").rename(folder)
