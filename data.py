@@ -104,13 +104,13 @@ def encode_text(encoding, mentions, passage_length, max_length, special, dropped
 #   mention_entity (M,)         index into entity_names; 0 = not linked
 #   mention_char (M, 2)         character offsets in the text
 #   article, held_out (P,)      index into titles; whether the passage is kept out of training
-#   replaced (P,)               whether the passage's article was replaced (--append --replace)
+#   replaced (P,)               True: an appended article replaces this one (--append --replace)
 #   text (bytes,), text_at (P, 2)       all texts in UTF-8; bounds of the text a passage is cut from
 #   entity_index, article_index     {name: number} of entity_names, {title: number} of titles
 #   entity_count (E,)           number of linked mentions of each entity in training passages
 #   tokenizer, special, vocab_size      tokenizer; {special token: id}; size of the vocabulary
 #   maskable (vocab_size,), words   which tokens may be masked; ids that may randomly replace them
-#   meta                        counts, dropped mentions, and what the corpus was made from
+#   meta                        counts, also of dropped mentions; what the corpus was made from
 #
 # The fields of a Batch with one entry per mention. The other fields have one entry per row.
 MENTIONS = ("row", "start", "end", "entity", "passage", "mention", "answer")
@@ -266,8 +266,8 @@ def articles_with(features) -> dict:
 def greedy_clusters(corpus, size, seed, passages) -> list:
     """Clusters of `size` passages, made by greedily adding the most related article.
 
-    A cluster starts from the article with the most unused passages. Until it is full, it is given
-    the article whose set of entities has the largest Jaccard similarity to the cluster's set. Ties
+    A cluster starts from the article with the most unused passages. Until it is full, the article
+    whose set of entities has the largest Jaccard similarity to the cluster's set is added. Ties
     between related articles are broken in favour of an article whose title shares a word with a
     title in the cluster, then at random. The rule about titles is our addition. Without it, names
     in a batch rarely look alike, and the model learns to read only one word of each name."""
@@ -1177,7 +1177,7 @@ class CorpusWriter:
             for text in tqdm(read_corpus(path), "texts tokenised", leave=False, disable=None):
                 self.write_text(text)
         if self.counts["linked"] == n_linked:
-            raise UserError(f"{path}: contains no linked mention, so no memory can be built")
+            raise UserError(f"{path}: no text, or no linked mention to build a memory from")
         if self.replaced:
             is_replaced = np.isin(self.old.article, list(self.replaced)) | self.old.replaced
             with open(Path(self.folder, "replaced.bin"), "r+b") as file:
@@ -1382,8 +1382,8 @@ def read_article(page) -> tuple:
     title, _, wikitext = page
     paragraphs, n_left_out = [], 0
     wikitext = re.sub("(?is)<!--.*?-->|<br[^<>]*>|&#x?0*[1-4];", " ", wikitext)
-    # "==" (an empty heading) keeps the sections around it apart. An unclosed "<!--" would hide the
-    # rest of its section; as "<! " it only makes TIDY drop its line.
+    # "==" (an empty heading) keeps the sections around it apart. At each unclosed "<!--" the parser
+    # would read the rest of the section, in quadratic time; TIDY drops a line with "<! ".
     wikitext = NO_PROSE.sub("==\n", wikitext).replace("<!--", "<! ")
     for section in re.split(r"(?m)^=.*=[ \t]*$", wikitext):
         section = re.sub("(?m)^=.*", "", section)           # a heading with text after it

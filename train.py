@@ -68,7 +68,8 @@ class Settings:
     is a flag, such as --passage-length. Defaults are the paper's values where the paper gives them
     (app. A, B.1)."""
     passage_length: int = setting(128, (8, 10**6), "maximum tokens of text per passage", "corpus")
-    max_length: int = setting(512, (16, 10**6), "maximum positions, with markers", "corpus")
+    max_length: int = setting(512, (16, 10**6), "maximum positions per passage, with "
+                              "markers", "corpus")
     vocab: int = setting(30522, (200, 10**6), "maximum vocabulary size, without --init", "corpus")
     unseen: float = setting(0.0, (0, 0.9), "fraction of entities to keep out of training", "corpus")
     cluster: int = setting(256, (1, 10**6), "related passages per cluster (app. A.1)")
@@ -83,7 +84,7 @@ class Settings:
     clip: float = setting(1.0, (1e-6, 10**6), "maximum norm of the gradient")
     memory_dtype: str = setting("float16", ("float16", "float32"), "type of the stored keys and "
                                 "values", "memory")
-    memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory that stage tome uses",
+    memory_fraction: float = setting(38 / 150, (0, 1), "share of the memory to train stage tome on",
                                      "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control the start of
@@ -368,9 +369,10 @@ class FinetuneStage:
         return examples_batch(self.run, self.task, chosen)
 
     def losses(self, batch, step):
-        """Claims are judged from the mean of H over their mentions (claim_logits). Answers (also
-        those of clozes) are predicted by eq. 10 ("answer") and from what the last memory layer
-        retrieved ("linking"). The loss "linking" teaches that layer what to retrieve."""
+        """Claims are judged from the MLM head's hidden layer, averaged over their mentions (see
+        claim_logits). Answers (also those of clozes) are predicted by eq. 10 ("answer") and from
+        what the last memory layer retrieved ("linking"). The loss "linking" teaches that layer what
+        to retrieve."""
         H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
         result = {}
         if self.task == "claims":
@@ -1000,7 +1002,7 @@ def check_values(values):
 #   appended-0001/      corpus/ and memory/ after --append; eval.py uses the highest-numbered folder
 #   log.jsonl           losses and evaluations
 #
-# Each file except log.jsonl is written under a temporary name and then renamed, and each folder is
+# Each of these files but log.jsonl is written under a temporary name and renamed; each folder is
 # built as NAME.part. So a command may be killed at any moment; if it is run again, it continues
 # where it stopped. Each result contains the checksums of the results that it was made from
 # (made_from), and is rejected if one of those results has changed.
@@ -1010,7 +1012,7 @@ def missing(path, stage, how="missing"):
     advice = f"run python train.py --stage {stage} --out {shlex.quote(str(path.parent))}"
     if any(part.is_file() for part in path.parents):
         advice = "give the folder of a run, such as runs/toy"
-    if path.parent.name.startswith("appended-"):
+    if re.fullmatch(r"appended-\d{4}", path.parent.name):
         advice = f"remove {path.parent} and append its file again"
     return UserError(f"{path} is {how}; {advice}")
 
@@ -1497,7 +1499,7 @@ def append_corpus(run, file, part, replace_articles, appended):
 
 def log(out, record):
     """Appends `record` to log.jsonl, as one line. After a crash, the same evaluation can be there
-    twice; the two lines then differ in "seconds"."""
+    twice; the two lines then differ only in "seconds"."""
     if ann.rank_and_size()[0] == 0:
         with open(out / "log.jsonl", "ab+") as file:
             file.seek(max(0, file.tell() - 1))
@@ -1689,8 +1691,8 @@ def parse_arguments(argv):
     return args
 
 def train(args):
-    """Trains the unfinished stages up to --stage, builds the memory if it is missing, and carries
-    out --append. Returns the last Plan."""
+    """Trains the unfinished stages up to --stage, builds a missing memory if --stage needs it, and
+    carries out --append. Returns the last Plan."""
     if args.append is not None:
         data.open_bytes(args.append).close()        # only for its errors
     ann.barrier()               # wait for the first process: with --from, it makes the new folder
