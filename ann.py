@@ -282,8 +282,7 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
     Q, N, found, n_found, is_raised = len(queries), len(keys), [], 0, False
     # The first tile should have enough keys for a good guess: 10,240 or, if more, enough to contain
     # about 8 of the k best (both found by trial). But unless k requires more, its scores take at
-    # most 32 MB: malloc returns larger buffers to the system, and getting one takes as long as
-    # filling it.
+    # most 32 MB: malloc returns larger buffers to the system, and getting new ones takes time.
     first = max(k, CPU_TILE // Q, min(max(10240, 8 * N // k), 8 * 10**6 // Q))
     for start, scores in tiles(queries, keys, first, CPU_TILE, query_passage, key_passage):
         blocks, n_read = scores.view(BLOCK, -1, Q), min(start + len(scores), N)
@@ -291,7 +290,8 @@ def above_bar(queries, keys, k, is_guess, query_passage, key_passage):
         rank = min(k, int(expected + 4 * expected ** 0.5 + 2)) if is_guess else k
         maxima = blocks.amax(0) if start else block_maxima(blocks)  # no NaN or inf in the bar
         if start == 0:          # the rank-th best maximum is at most the rank-th best score
-            largest = maxima[:len(maxima) // 3 * 3].view(3, -1, Q).amax(0)  # fewer, so topk is fast
+            n = 3 if len(maxima) >= 3 * rank else 1                         # fewer: topk is faster
+            largest = maxima[:len(maxima) // n * n].view(n, -1, Q).amax(0)
             bar = just_below(largest if len(largest) >= rank else scores, rank, dim=0)
         (j, block, query), score = high_scores(blocks, maxima, bar)
         found.append((query, start + j * len(maxima) + block, score))
@@ -330,7 +330,7 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
 
 def best_of_tiles(queries, keys, k, query_passage, key_passage):
     """exact_topk on a GPU: merges each tile's k best. (Few, large tiles are faster, partly because
-    the `nonzero` in `tiles` waits for the GPU each time.)"""
+    `nonzero`, twice in `tiles`, waits for the GPU each time.)"""
     first, best = max(512, GPU_TILE // len(queries)), plain_topk(queries, queries[:0], k)
     for start, scores in tiles(queries, keys, first, GPU_TILE, query_passage, key_passage):
         row = torch.arange(len(scores), device=scores.device)[:, None]

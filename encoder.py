@@ -23,7 +23,7 @@ from torch import nn
 def setting(default, allowed, text, since="batch-tome"):
     """A dataclass field that is also a flag of train.py. allowed: the allowed words, or (minimum,
     maximum). text: the help text. since: the first stage that depends on the setting ("corpus" is
-    the tokenisation). If the setting changes, `train.py --from` reuses only earlier stages."""
+    the tokenisation). If the setting changes, `train.py --from` can reuse only earlier stages."""
     return field(default=default, metadata={"allowed": allowed, "help": text, "since": since})
 
 @dataclass
@@ -55,7 +55,7 @@ class Config:
     k_answer_shard: int = setting(32, (1, 10**6), "candidates per process, for --k-answer", "tome")
     memory: str = setting("mentions", ("mentions", "entities", "none"),
                           "mentions: TOME; entities (Entities as Experts) and none: baselines")
-    # Rows of memory.EntityTable, which both baselines have (if memory is none, for eq. 10 only).
+    # Rows of memory.EntityTable; 0 in TOME. (With memory none, only eq. 10 uses the table.)
     n_entities: int = 0
     precision: str = setting("bfloat16", ("bfloat16", "float32"),
                              "data type of matrix products; always float32 where bfloat16 is slow")

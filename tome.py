@@ -274,8 +274,8 @@ def split_into_blocks(state, config):
     """TOME's initial weights from those of BATCH-TOME's Transformer (both state dictionaries).
 
     BATCH-TOME has one memory layer, because with two it never used the second. Each block of TOME
-    gets a copy of the memory layer (whose query was fitted to H0; stage tome adapts the second copy
-    to H1) and an equal share of the Transformer layers above it, in order.
+    gets a copy of the memory layer (whose query reads H0; stage tome adapts the second copy to H1)
+    and an equal share of the Transformer layers above it, in order.
     If there is one such layer for two blocks, each gets a copy of it, with an idle layer on top."""
     weights = {name: tensor for name, tensor in state.items() if not name.startswith("blocks.")}
     memory_attention = part_of(state, "blocks.0.memory_attention.")

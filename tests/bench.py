@@ -53,14 +53,15 @@ def race(turns, functions):
     an untimed one, since a contender leaves the caches cold and its threads spinning for a while."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
+    sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(turns):
         for name, function in functions.items():
             time.sleep(0.05)
             function()
+            sync()
             start = time.perf_counter()
             function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            sync()
             times[name].append(time.perf_counter() - start)
     return {name: min(t) for name, t in times.items()}, results
 
