@@ -309,11 +309,11 @@ def tiles(queries, keys, first, size, query_passage, key_passage):
     key. The first tile has `first` keys; each later one has about `size` scores. Keys of the
     query's own passage score -inf, as do the rows added to make W a multiple of BLOCK."""
     queries, Q, N, later = queries.float(), len(queries), len(keys), max(512, size // len(queries))
-    size = (min(N, max(first, later)) + BLOCK) * Q
+    n_scores = (min(N, max(first, later)) + BLOCK) * Q          # of the largest tile
     if queries.device.type == "cpu":
-        buffer = torch.from_numpy(np.empty(size, np.float32))   # faster: huge pages (on Linux)
+        buffer = torch.from_numpy(np.empty(n_scores, np.float32))       # huge pages (on Linux)
     else:
-        buffer = torch.empty(size, device=queries.device)
+        buffer = torch.empty(n_scores, device=queries.device)
     for start, end in pairwise([0, *range(first, N, later), N]):
         rows = keys[start:end].to(queries.device, torch.float32)
         W = len(rows) + -len(rows) % BLOCK

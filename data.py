@@ -1345,8 +1345,8 @@ def template_text(template) -> str:
     values = [first.strip(), *values] if first else values              # {{formatnum:1000}}
     if name in ("convert", "cvt"):
         quantity = QUANTITY.match("|".join(values))
-        printed = quantity and quantity[0].replace("|e6", "| million ")     # "5|e6km2"
-        return printed.replace("|", " ") if quantity else "\x04"
+        # For example "5|e6km2" is printed as "5 million km2".
+        return quantity[0].replace("|e6", "| million ").replace("|", " ") if quantity else "\x04"
     try:
         return PRINTED[name].format(*values, last=values[-1] if values else "")
     except LookupError:                     # an unknown template, or too few arguments

@@ -103,7 +103,7 @@ class BatchTOME(nn.Module):
 
         The memory contains the linked mentions that are not masked, encoded in the masked text by
         the pass without a memory. (The encoding of a masked mention lacks its name. The public code
-        keeps masked mentions; the paper does not say whether it does.) If own_values is true,
+        keeps masked mentions; the paper does not mention this case.) If own_values is true,
         OwnValues takes the place of this memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)           # the same in both passes

@@ -791,7 +791,7 @@ class TeacherForcedTOMEStage(TOMEStage):
     def losses(self, batch, step):
         """At first every linked mention is given memories, while the queries and the layers below
         the memory are frozen, except the word embeddings, which the MLM head shares. Later, only a
-        fraction of the mentions is; with none, the model would forget how to read memories."""
+        fraction of the mentions is given memories; without any, the model forgets how to read."""
         settings, model = self.run.settings, self.model
         all_are_given = step < settings.teacher_forcing_until * self.plan.steps
         rate = 1.0 if all_are_given else settings.teacher_forcing_rate

@@ -475,7 +475,7 @@ def test_the_real_questions_agree_with_the_given_pairing(tmp_path):
 def test_noun_chunks_are_mentions_if_spacy_is_installed(monkeypatch):
     found = SimpleNamespace(noun_chunks=[SimpleNamespace(start_char=0, end_char=8)])
     spacy = SimpleNamespace(load=lambda name, exclude: {"en_core_web_sm": lambda text: found}[name])
-    for module, how, start in ((spacy, "spaCy's noun chunks", 0), (None, "entity names (spaCy", 13)):
+    for module, how, start in ((spacy, "spaCy's noun chunks", 0), (None, "entity names (spaCy with en_core_web_sm could not be loaded)", 13)):
         monkeypatch.setitem(sys.modules, "spacy", module)
         said, find = data.mention_finder(["Hungry"])
         assert said.startswith(how) and [mention.start for mention in find("The song was Hungry.")] == [start]
