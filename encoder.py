@@ -154,7 +154,7 @@ class Packing:
     def unpack(self, x):
         """Puts each token's row back at its position: x (n, C) -> (B, T, C), zero at padding."""
         flat = x.new_zeros(self.attention_mask.numel(), x.shape[-1])
-        flat = flat.index_copy(0, self.rows[:self.n_tokens], x[:self.n_tokens])
+        flat.index_copy_(0, self.rows[:self.n_tokens], x[:self.n_tokens])
         return flat.unflatten(0, self.attention_mask.shape)
 
 class SpanEncodingLayer(nn.Module):

@@ -265,9 +265,8 @@ class BatchTOMEStage:
 
     def fit(self, step):
         """Sets the retrieval layers in closed form, since freshly initialised ones retrieve nothing
-        useful. Prints the figures before and after the fit."""
+        useful. Prints the figures after the fit."""
         run, rng = self.run, np.random.default_rng([self.run.seed, 7])
-        say_figures(self.evaluate(), f"batch-tome {step}, before the fit ")
         sample = np.random.default_rng(run.seed).permutation(self.passages)
         sample = sample[:run.settings.fit_passages]
         parts = np.array_split(sample, -(-len(sample) // 32))
@@ -702,18 +701,23 @@ def sample_eval_mentions(run, n):
     group = run.entity_group[run.corpus.mention_entity[mentions]]
     return np.concatenate([mentions[group == name][:n] for name in GROUPS])
 
-def supporting_passages(corpus, mentions, each=4, others=512):
+def supporting_passages(corpus, mentions, n_same=4, n_others=512, n_own=8):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
-    being trained: all passages of the mentions' articles, the passages of `each` random mentions of
-    every entity that these mentions name, and `others` random passages."""
-    rng, entity = np.random.default_rng(0), corpus.mention_entity
-    own = np.isin(corpus.article, corpus.article[corpus.passage_of(mentions)])
-    same = rng.permutation(np.flatnonzero(np.isin(entity, entity[mentions])))
-    same = same[np.argsort(entity[same], kind="stable")]        # grouped by entity
-    # 0 for the first mention of an entity, 1 for its second, …
-    place = np.arange(len(same)) - np.searchsorted(entity[same], entity[same])
-    return np.unique(np.concatenate([np.flatnonzero(own), corpus.passage_of(same[place < each]),
-                                     rng.integers(0, len(corpus.article), others)]))
+    being trained: those of n_same random mentions of every entity that these mentions name,
+    n_others random passages, and n_own random passages of each of the mentions' articles."""
+    rng, entity, article = np.random.default_rng(0), corpus.mention_entity, corpus.article
+    def some_of_each(items, group, n):
+        """At most n random items of each group. group: the group of every item."""
+        items = rng.permutation(items)
+        items = items[np.argsort(group[items], kind="stable")]
+        # 0 for the first item of a group, 1 for its second, …
+        place = np.arange(len(items)) - np.searchsorted(group[items], group[items])
+        return items[place < n]
+    same = some_of_each(np.flatnonzero(np.isin(entity, entity[mentions])), entity, n_same)
+    others = rng.integers(0, len(article), n_others)
+    own = np.flatnonzero(np.isin(article, article[corpus.passage_of(mentions)]))
+    own = some_of_each(own, article, n_own)
+    return np.unique(np.concatenate([own, corpus.passage_of(same), others]))
 
 class Judged(NamedTuple):
     """How a model treats one claim or question."""
