@@ -902,7 +902,7 @@ def with_published(run, model):
 
 def say_of_file(path, lacks, unused):
     """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these are newly initialised.")
+    say(f"{path} has no weights for {', '.join(lacks)}; these are initialised here.")
     if unused:
         say(f"{path}: not used: {', '.join(unused)}.")
 

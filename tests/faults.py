@@ -630,4 +630,4 @@ if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
     words = [word for word in sys.argv[1:] if not word.isdecimal()]
     every = ("kill", "power", "data", "term", "corrupt", "fuzz", "leak")
-    sys.exit(campaign(words or every, *numbers))
+    sys.exit(campaign(words or every, *numbers) if {*words} <= {*every, *STAGES} else __doc__)
