@@ -23,7 +23,7 @@ from torch import nn
 import ann
 import data
 from encoder import (Embeddings, MLMHead, SpanEncodingLayer, TransformerBlock, beside,
-                     check_tokenizer, init_weights, low_precision, read_weights)
+                     check_tokenizer, init_weights, read_weights)
 from memory import BatchMemory, EntityTable, MemoryAttention, OwnValues, attention_weights
 
 class TOMEBlock(nn.Module):
@@ -234,10 +234,9 @@ def linked_spans(model, batches):
     memory, since retrieval is not useful yet; stage tome later trains z on H with a memory."""
     rows = []
     for batch in batches:
-        with low_precision(model.config, batch.tokens.device):
-            H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
-            H, _ = model.tome.forward_blocks(H0, batch.attention_mask)
-            whole, _ = model.tome(batch.unmasked, batch.attention_mask)
+        H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask)
+        H, _ = model.tome.forward_blocks(H0, batch.attention_mask)
+        whole, _ = model.tome(batch.unmasked, batch.attention_mask)
         linked = batch.entity > 0
         row, start, end = batch.row[linked], batch.start[linked], batch.end[linked]
         spans = (torch.cat([x[row, start], x[row, end]], 1) for x in (H0, H, whole))
