@@ -94,8 +94,8 @@ class SelfAttention(nn.Module):
     def forward(self, x, packing):
         """Softmax(q k^T / sqrt(d)) v per head of size d. x (n, hidden) -> (n, hidden): the tokens
         of all passages, one after another. Packing (below) converts from and to (B, T, hidden)."""
-        qkv = packing.unpack(self.qkv(x)).unflatten(-1, (3, self.n_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, heads, T, d) each
+        q, k, v = (packing.unpack(part).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+                   for part in self.qkv(x).chunk(3, -1))                # (B, heads, T, d) each
         mask = packing.attention_mask[:, None, None]                                # (B, 1, 1, T)
         dropout = self.dropout if self.training else 0.0
         if not x.is_cuda:           # in bfloat16, a CPU takes more than twice as long here
