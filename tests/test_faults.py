@@ -97,8 +97,8 @@ def test_a_signal_during_the_last_evaluation_ends_the_command(reference):
     out = reference.fresh("tome")
     (out / "batch-tome.pt").unlink()
     shutil.rmtree(out / "memory")
-    # The first three evaluations are around the fit and at step 3.
-    fault = faults.signal_at_call(4, train, "masked_mentions", signal.SIGTERM)
+    # The first two evaluations are after the fit and at step 3.
+    fault = faults.signal_at_call(3, train, "masked_mentions", signal.SIGTERM)
     code, said = run(command("tome", reference.folder, out), fault)
     assert code == 130 and "Stopped after batch-tome, which is saved" in said
     assert (out / "batch-tome.pt").exists() and not (out / "memory").exists()
