@@ -1672,7 +1672,8 @@ def at_least(least):
     """An argparse type: a whole number from `least` to 2 ** 63 - 1."""
     def number(text):
         if not text.isdecimal() or not least <= int(text) < 2 ** 63:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number >= {least} (< 2^63)")
+            raise argparse.ArgumentTypeError(
+                f"{text} is not a whole number from {least} to 2^63 - 1")
         return int(text)
     return number
 

@@ -703,8 +703,8 @@ def sample_eval_mentions(run, n):
 
 def supporting_passages(corpus, mentions, n_same=4, n_others=512, n_own=8):
     """Passages of a small memory for evaluating these mentions while the Mention Encoder is still
-    being trained: those of n_same random mentions of every entity that these mentions name,
-    n_others random passages, and n_own random passages of each of the mentions' articles."""
+    being trained: those of at most n_same random mentions of every entity that these mentions
+    name, n_others random passages, and at most n_own random passages of each mention's article."""
     rng, entity, article = np.random.default_rng(0), corpus.mention_entity, corpus.article
     def some_of_each(items, group, n):
         """At most n random items of each group. group: the group of every item."""
@@ -902,7 +902,7 @@ def with_published(run, model):
 
 def say_of_file(path, lacks, unused):
     """Prints what a published file lacks, and which of its tensors are not used."""
-    say(f"{path} has no weights for {', '.join(lacks)}; these are initialised here.")
+    say(f"{path} has no weights for {', '.join(lacks)}; this run initialises them.")
     if unused:
         say(f"{path}: not used: {', '.join(unused)}.")
 

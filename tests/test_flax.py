@@ -299,7 +299,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     start, out = write_flax(tmp_path / "tome", tome | left_over), tmp_path / "run"
     run(*command_with_init(tmp_path, "memory"))
     said = capsys.readouterr().out
-    assert "has no weights for mlm, entity_query, claim; these are initialised here" in said
+    assert "has no weights for mlm, entity_query, claim; this run initialises them" in said
     assert "loaded, without training" in said
     saved = train.read_checkpoint(out / "batch-tome.pt")
     assert saved["plan"].steps == 0 and saved["about"]["finished"]
@@ -309,7 +309,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
 
     run("--stage", "tome", "--start", start, "--steps", "0", "--out", str(out), "--blocks", str(blocks), "--quiet")
     said = capsys.readouterr().out
-    assert "has no weights for mlm, claim; these are initialised here" in said
+    assert "has no weights for mlm, claim; this run initialises them" in said
     assert "not used: memory_extraction_layer" in said
     saved = train.read_checkpoint(out / f"tome-{blocks}.pt")
     assert saved["plan"].steps == 0
