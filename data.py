@@ -133,6 +133,13 @@ class Batch:
     answer: torch.Tensor            # (M,) the entity that is asked for here: the first answer that
                                     # is a known entity; 0 = none is known; -1 = nothing is asked
 
+    @property
+    def is_used(self):
+        """(B, T) where a model's output is used: at masked tokens and at the mentions' markers."""
+        used = self.is_target.clone()
+        used[self.row, self.start] = used[self.row, self.end] = True
+        return used
+
     def to(self, device) -> "Batch":
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
@@ -443,7 +450,8 @@ def toy_facts(rng, names) -> dict:
     facts = {}
     for name, relation in RELATIONS.items():
         for subject in names[relation.subject]:
-            one, other = rng.choice(names[relation.object], 2, replace=False).tolist()
+            objects = names[relation.object]
+            one, other = (objects[i] for i in rng.choice(len(objects), 2, replace=False))
             facts[subject, name] = other if one == subject else one
     return facts
 
@@ -525,7 +533,8 @@ def toy_examples(rng, asked, limit) -> dict:
         relation = RELATIONS[item["relations"][-1]]
         for phrase in relation.questions if limit is None else [rng.choice(relation.questions)]:
             qa.append(toy_line("question", [example_sentence(item, phrase)], answers=[obj], **item))
-        wrong = [other for other in objects[item["relations"][-1]] if other not in item.values()]
+        excluded = (item["subject"], item.get("bridge"), obj)
+        wrong = [other for other in objects[item["relations"][-1]] if other not in excluded]
         if not wrong:
             continue
         for phrase in relation.claims if limit is None else [rng.choice(relation.claims)]:

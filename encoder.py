@@ -91,21 +91,23 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x, packing):
-        """Softmax(q k^T / sqrt(d)) v per head of size d. x (n, hidden) -> (n, hidden): the tokens
-        of all passages, one after another. Packing (below) converts from and to (B, T, hidden)."""
+    def forward(self, x, packing, used):
+        """Softmax(q k^T / sqrt(d)) v per head of size d. x (n, hidden) -> (n', hidden): the tokens
+        of all passages, one after another, as in TransformerLayer. Packing (below) converts from
+        and to (B, T, hidden)."""
         q, k, v = (packing.unpack(part).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
                    for part in self.qkv(x).chunk(3, -1))                # (B, heads, T, d) each
-        mask = packing.attention_mask[:, None, None]                                # (B, 1, 1, T)
+        mask = packing.is_kept[:, None, None]                                         # (B, 1, 1, T)
         dropout = self.dropout if self.training else 0.0
         if not x.is_cuda:           # in bfloat16, a CPU takes more than twice as long here
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast("cpu", enabled=False):
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        return self.out(packing.pack(y.transpose(1, 2).flatten(2)))
+        return self.out(used.pack(y.transpose(1, 2).flatten(2)))
 
 class TransformerLayer(nn.Module):
-    """One layer of BERT. x (n, hidden) -> (n, hidden), for the n rows of a Packing."""
+    """One layer of BERT. x (n, hidden) -> (n', hidden), for the n rows of the Packing `packing` and
+    the n' rows of the Packing `used`. Except in the last layer, these are the same."""
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -116,46 +118,55 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.gelu = config.gelu
 
-    def forward(self, x, packing):
-        x = self.attention_norm(x + self.dropout(self.attention(x, packing)))
+    def forward(self, x, packing, used):
+        attended = self.attention(x, packing, used)                                 # (n', hidden)
+        if used is not packing:
+            x = used.pack(packing.unpack(x))
+        x = self.attention_norm(x + self.dropout(attended))
         return self.norm(x + self.dropout(self.down(F.gelu(self.up(x), approximate=self.gelu))))
 
 class TransformerBlock(nn.Module):
     """A stack of layers. x (B, T, hidden), attention_mask (B, T) -> (B, T, hidden). At padding, the
-    mask is false and the output is zero."""
+    mask is false and the output is zero. If is_used (B, T) is given, the output is zero wherever it
+    is false: to save time in training, the last layer computes only the positions that are used."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
-    def forward(self, x, attention_mask):
-        packing = Packing(attention_mask)
-        x = packing.pack(x)
+    def forward(self, x, attention_mask, is_used=None):
+        # Attention is fastest if T is a multiple of 16. If T is just below one, padding is added.
+        T = x.shape[1]
+        added = -T % 16 if -T % 16 < 8 else 0
+        packing = Packing(F.pad(attention_mask, (0, added)))
+        used = packing if is_used is None else Packing(F.pad(is_used, (0, added)))
+        x = packing.pack(F.pad(x, (0, 0, 0, added)))
         for layer in self.layers:
-            x = layer(x, packing)
-        return packing.unpack(x)
+            x = layer(x, packing, used if layer is self.layers[-1] else packing)
+        return used.unpack(x)[:, :T]
 
 class Packing:
-    """Leaves padding out of the computation, except in attention: (B, T, C) <-> (n, C).
+    """Leaves positions out of the computation, except in attention: (B, T, C) <-> (n, C). Usually
+    is_kept (B, T) is the attention mask, so that only padding is left out.
 
     Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows: one per token, plus a little padding. The padding makes n a multiple of 128 (if the batch
-    contains enough), because oneDNN (PyTorch's library for CPUs) compiles code for each new n.
+    rows: one per position kept, plus a few others. These make n a multiple of 128 (if the batch has
+    that many), because oneDNN (PyTorch's library for CPUs) compiles code for each new n.
     (With x.flatten(0, 1) and its inverse instead, the results at tokens would be the same, but the
     layers would also process all padding, often a third of a batch.)"""
-    def __init__(self, attention_mask):
-        self.attention_mask, self.n_tokens = attention_mask, int(attention_mask.sum())
-        tokens_first = (~attention_mask).flatten().int().argsort(stable=True)
-        self.rows = tokens_first[:128 * math.ceil(self.n_tokens / 128)]     # (n,) indices below B*T
+    def __init__(self, is_kept):
+        self.is_kept, self.n_kept = is_kept, int(is_kept.sum())
+        kept_first = (~is_kept).flatten().int().argsort(stable=True)
+        self.rows = kept_first[:128 * math.ceil(self.n_kept / 128)]         # (n,) indices below B*T
 
     def pack(self, x):
         """The rows to compute: x (B, T, C) -> (n, C)."""
         return x.flatten(0, 1).index_select(0, self.rows)
 
     def unpack(self, x):
-        """Puts each token's row back at its position: x (n, C) -> (B, T, C), zero at padding."""
-        flat = x.new_zeros(self.attention_mask.numel(), x.shape[-1])
-        flat.index_copy_(0, self.rows[:self.n_tokens], x[:self.n_tokens])
-        return flat.unflatten(0, self.attention_mask.shape)
+        """Puts rows back at their positions: x (n, C) -> (B, T, C), zero where is_kept is false."""
+        flat = x.new_zeros(self.is_kept.numel(), x.shape[-1])
+        flat.index_copy_(0, self.rows[:self.n_kept], x[:self.n_kept])
+        return flat.unflatten(0, self.is_kept.shape)
 
 class SpanEncodingLayer(nn.Module):
     """Eq. 1: W [H_s; H_e], where s and e are the positions of [E_start] and [E_end].

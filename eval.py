@@ -311,10 +311,12 @@ def bm25_ranks(corpus, passages, queries, k=20):
     Ties are broken against the correct entity."""
     score, ranks = bm25(corpus, passages), []
     for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
-        scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
-        scores[own] = 0
         # Scores are rounded, so that ties do not depend on the order in which a machine adds.
-        for p in np.argsort(-scores.round(9), kind="stable")[:k]:
+        scores, votes = score(tokens).round(9), np.zeros(len(corpus.entity_names))
+        scores[own] = 0
+        least = np.partition(scores, -k)[-k] if len(scores) > k else 0
+        best = np.flatnonzero(scores >= least)          # the k best, and ties with the last of them
+        for p in best[np.argsort(-scores[best], kind="stable")][:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
         rivals = np.delete(votes, [0, *correct, *visible])

@@ -33,13 +33,13 @@ class TOMEBlock(nn.Module):
         self.memory_attention = MemoryAttention(config) if config.memory != "none" else None
         self.transformer = TransformerBlock(config, n_layers)
 
-    def forward(self, H, attention_mask, mentions, memory):
+    def forward(self, H, attention_mask, mentions, memory, is_used=None):
         """H_l-1 (B, T, hidden) -> H_l, and a Retrieved (None without a memory). With --memory none,
         `memory` is a table that only eq. 10 uses, so no block attends to it."""
         found = None
         if memory is not None and self.memory_attention is not None:
             H, found = self.memory_attention(H, mentions, memory)
-        return self.transformer(H, attention_mask), found
+        return self.transformer(H, attention_mask, is_used), found
 
 class TOME(nn.Module):
     """Eq. 4 and 5, and the heads."""
@@ -62,19 +62,21 @@ class TOME(nn.Module):
         """tokens, attention_mask (B, T) -> H0 (B, T, hidden), eq. 4."""
         return self.initial(self.embeddings(tokens), attention_mask)
 
-    def forward_blocks(self, H, attention_mask, mentions=None, memory=None):
+    def forward_blocks(self, H, attention_mask, mentions=None, memory=None, is_used=None):
         """H0 -> H_L (B, T, hidden), and what each block retrieved (a list), eq. 5. mentions: a
-        Batch, or anything with row, start, end, passage (M,)."""
+        Batch, or anything with row, start, end, passage (M,). is_used (B, T): if given, H_L is zero
+        where it is false, which saves time (encoder.TransformerBlock)."""
         retrieved = []
         for block in self.blocks:
-            H, found = block(H, attention_mask, mentions, memory)
+            used = is_used if block is self.blocks[-1] else None
+            H, found = block(H, attention_mask, mentions, memory, used)
             retrieved.append(found)
         return H, retrieved
 
-    def forward(self, tokens, attention_mask, mentions=None, memory=None):
+    def forward(self, tokens, attention_mask, mentions=None, memory=None, is_used=None):
         """forward_initial, then forward_blocks. Without a memory, this is a plain Transformer."""
         H0 = self.forward_initial(tokens, attention_mask)
-        return self.forward_blocks(H0, attention_mask, mentions, memory)
+        return self.forward_blocks(H0, attention_mask, mentions, memory, is_used)
 
     def mlm_logits(self, H, is_target):
         """Logits (L, vocab) of the masked tokens, where is_target (B, T) is true."""
@@ -98,7 +100,7 @@ class BatchTOME(nn.Module):
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
-    def forward(self, batch, own_values=False):
+    def forward(self, batch, own_values=False, is_used=None):
         """(H0, H without memory, H with memory, what each block retrieved). H is (B, T, hidden).
 
         The memory contains the linked mentions that are not masked, encoded in the masked text by
@@ -107,10 +109,10 @@ class BatchTOME(nn.Module):
         OwnValues takes the place of this memory."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)           # the same in both passes
-        alone, _ = tome.forward_blocks(H0, mask)
+        alone, _ = tome.forward_blocks(H0, mask, is_used=is_used)
         if own_values:
             with torch.no_grad():               # saves time; self.value still gets a gradient
-                unmasked, _ = tome(batch.unmasked, mask)
+                unmasked, _ = tome(batch.unmasked, mask, is_used=is_used)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))
         else:
             # data.mask_batch masks all tokens of a mention or none, so checking one is enough.
@@ -119,7 +121,7 @@ class BatchTOME(nn.Module):
             spans = batch.row[is_kept], batch.start[is_kept], batch.end[is_kept]
             attended = BatchMemory(self.key(alone, *spans), self.value(alone, *spans),
                                    batch.entity[is_kept], batch.passage[is_kept])
-        return H0, alone, *tome.forward_blocks(H0, mask, batch, attended)
+        return H0, alone, *tome.forward_blocks(H0, mask, batch, attended, is_used)
 
 # ---- Losses --------------------------------------------------------------------------------------
 # Each loss is this process's share of a mean over all processes: the sum over the process's own

@@ -15,8 +15,9 @@ where it stopped. The random choices of a step (batch, masks, dropout) depend on
 step, process). So on a CPU, with the same numbers of threads and processes, a resumed run is
 bit-identical to an uninterrupted one.
 
-Shapes: H (B, T, hidden) is the output of the last block; a batch has B passages of T tokens and M
-mentions. `memory` is a MentionMemory, or the EntityTable of a baseline."""
+Shapes: a batch has B passages of T tokens and M mentions. H (B, T, hidden) is the output of the
+last block; in training, it is zero where batch.is_used is false. `memory` is a MentionMemory, or
+the EntityTable of a baseline."""
 import argparse
 import json
 import os
@@ -141,9 +142,10 @@ class Plan(Schedule):
         return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, next_batch(step), losses(batch, step) and evaluate(). One loop, below, trains
-# all stages except `memory`, which memory.build_memory performs. Each loss is this process's share
-# of the mean over the whole batch, so the sum of all processes' gradients is the batch's gradient.
+# A stage has a model, next_batch(step), losses(batch, step) and evaluate(step). One loop, below,
+# trains all stages except `memory`, which memory.build_memory performs. Each loss is this process's
+# share of the mean over the whole batch, so the sum of all processes' gradients is the batch's
+# gradient.
 #
 # `run` is an open run folder (class Run, below). It has settings, seed, corpus, tokenizer, device,
 # is_toy, is_baseline, entity_group (E,) of names from GROUPS, and three Configs: config,
@@ -253,7 +255,7 @@ class BatchTOMEStage:
         mention, H0 can only encode what its passage says about the entity. This identifies the
         entity, because related passages say the same."""
         model, before_fit = self.model, step < self.fit_step
-        H0, alone, H, _ = model(batch, own_values=before_fit)
+        H0, alone, H, _ = model(batch, before_fit, batch.is_used)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
         outputs = [H0, alone] if before_fit else [H]
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
@@ -276,14 +278,16 @@ class BatchTOMEStage:
                    for part in parts]
         fit_retrieval(self.model.eval(), batches)
         ann.copy_from_first(self.model.parameters())        # rounding may differ between processes
-        say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
+        say_figures(self.evaluate(step), f"batch-tome {step}, after the fit ")
         self.model.train()
 
-    def evaluate(self):
-        """The figures of masked_mentions with a small memory, for speed. As in stage tome, this
-        memory is made from unmasked text and searched. Before the fit, retrieval is random. The
-        head of eq. 10 is not trained here (only the fit sets it), so "entity" and "recall@20" mean
-        little."""
+    def evaluate(self, step):
+        """The figures of masked_mentions with a small memory, for speed; none before the fit, when
+        retrieval is random. As in stage tome, this memory is made from unmasked text and searched.
+        The head of eq. 10 is not trained here (only the fit sets it), so "entity" and "recall@20"
+        mean little."""
+        if step < self.fit_step:
+            return {}
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -312,7 +316,8 @@ class TOMEStage:
     def losses(self, batch, step):
         """MLM and entity prediction. A mention never retrieves from its own passage, since that
         passage's memories come from the unmasked text and would give the answer away."""
-        H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
+        H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory,
+                                  batch.is_used)
         return self.weighted_losses(batch, H, batch.entity, retrieved[-1], batch.entity)
 
     def weighted_losses(self, batch, H, asked_entity, last, linked_entity):
@@ -335,7 +340,7 @@ class TOMEStage:
             result["linking"] = (linking_weight, linking)
         return result
 
-    def evaluate(self):
+    def evaluate(self, step):
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
 class FinetuneStage:
@@ -372,7 +377,8 @@ class FinetuneStage:
         claim_logits). Answers (also those of clozes) are predicted by eq. 10 ("answer") and from
         what the last memory layer retrieved ("linking"). The loss "linking" teaches that layer what
         to retrieve."""
-        H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory)
+        H, retrieved = self.model(batch.tokens, batch.attention_mask, batch, self.training_memory,
+                                  batch.is_used)
         result = {}
         if self.task == "claims":
             known = batch.label >= 0
@@ -390,7 +396,7 @@ class FinetuneStage:
                 result["linking"] = (weight, linking)
         return result
 
-    def evaluate(self):
+    def evaluate(self, step):
         """{"score": the accuracy on the dev examples}. The loop keeps the best-scoring weights."""
         items = judged_examples(self.run, self.model, self.task, self.dev, self.memory)
         return {"score": mean([item.is_correct for item in items])}
@@ -491,9 +497,9 @@ class Training:
 
     def evaluate(self):
         """Evaluates, prints and logs; remembers the weights with the best dev score."""
-        measured, progress = self.stage.evaluate(), self.progress
+        progress, step = self.progress, self.progress["step"]
+        measured = self.stage.evaluate(step)
         self.model.train()
-        step = progress["step"]
         losses = {name: round(total / n, 4) for name, (total, n) in progress["sums"].items()}
         say_figures(losses | measured, f"{self.plan.name} {step:5d} ")
         log(self.run.out, {"stage": self.plan.name, "step": step,
@@ -804,7 +810,7 @@ class TeacherForcedTOMEStage(TOMEStage):
         self.given.others_search = not all_are_given
         with torch.set_grad_enabled(not all_are_given):
             H0 = model.forward_initial(batch.tokens, batch.attention_mask)
-        H, _ = model.forward_blocks(H0, batch.attention_mask, batch, self.given)
+        H, _ = model.forward_blocks(H0, batch.attention_mask, batch, self.given, batch.is_used)
         if all_are_given:
             logits = model.mlm_logits(H, batch.is_target)
             return {"mlm": (1.0, mlm_loss(logits, batch.unmasked[batch.is_target]))}
@@ -955,7 +961,7 @@ PRESETS = {
         hidden=128, n_heads=8, intermediate=512, max_positions=256, n_initial=3, n_upper=2,
         key_dim=128, value_dim=256, coref_dim=64, dropout=0.0, k=256, k_shard=256, k_answer=256,
         k_answer_shard=256, k_finetune=256, cluster=64, mention_rate=0.5, all_of_entity=1,
-        token_rate=0.07, coref_weight=0.5, memory_from=0.95, memory_fraction=1.0,
+        token_rate=0.07, coref_weight=0.5, memory_from=0.95, fit_passages=1000, memory_fraction=1.0,
         memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_until=0.29,
         teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
         eval_mentions=100, schedule={

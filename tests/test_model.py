@@ -59,7 +59,8 @@ def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_me
     x = torch.nn.functional.layer_norm(torch.randn(6, TINY.hidden), (TINY.hidden,), eps=1e-12)
     for block, numbers in zip(two.blocks, sources, strict=True):
         for added in block.transformer.layers[len(numbers):]:       # above a single layer: an idle one
-            torch.testing.assert_close(added(x, Packing(torch.ones(1, 6, dtype=torch.bool))), x)
+            whole = Packing(torch.ones(1, 6, dtype=torch.bool))
+            torch.testing.assert_close(added(x, whole, whole), x)
         assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
         for mine, number in zip(block.transformer.layers, numbers):
             assert same_weights(mine, layers[number])
@@ -314,3 +315,17 @@ def test_sample_shuffled_and_by_article_change_only_what_they_should():
     assert torch.equal(shuffled.values.sort(0).values, table.values.sort(0).values)
     grouped = table.by_article(np.arange(10) // 2)
     assert grouped.passage.tolist() == [i // 6 for i in range(30)]
+
+@torch.no_grad()
+def test_a_block_with_is_used_computes_the_same_there_and_zero_elsewhere():
+    """The last layer has 150 rows to compute, which Packing fills up to 256 with others, even padding."""
+    torch.manual_seed(8)
+    block = TransformerBlock(replace(TINY, max_positions=40), 2).eval()
+    x, length = torch.randn(12, 40, TINY.hidden), torch.randint(5, 41, (12,))
+    mask = torch.arange(40) < length[:, None]
+    is_used = torch.zeros_like(mask).flatten()
+    is_used[mask.flatten().nonzero()[:, 0][torch.randperm(int(mask.sum()))[:150]]] = True
+    is_used = is_used.view_as(mask)
+    whole, ours = block(x, mask), block(x, mask, is_used)
+    torch.testing.assert_close(ours[is_used], whole[is_used], atol=1e-5, rtol=1e-5)
+    assert not ours[~is_used].any() and whole[mask & ~is_used].any()
