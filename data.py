@@ -135,7 +135,7 @@ class Batch:
 
     @property
     def is_used(self):
-        """(B, T) where a model's output is used: at masked tokens and at the mentions' markers."""
+        """(B, T) where the losses use the model's output: tokens to predict, and the markers."""
         used = self.is_target.clone()
         used[self.row, self.start] = used[self.row, self.end] = True
         return used
@@ -449,8 +449,8 @@ def toy_facts(rng, names) -> dict:
     """Random facts {(subject, relation): object} about these names {kind: list}."""
     facts = {}
     for name, relation in RELATIONS.items():
+        objects = names[relation.object]
         for subject in names[relation.subject]:
-            objects = names[relation.object]
             one, other = (objects[i] for i in rng.choice(len(objects), 2, replace=False))
             facts[subject, name] = other if one == subject else one
     return facts

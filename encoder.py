@@ -92,9 +92,9 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x, packing, used):
-        """Softmax(q k^T / sqrt(d)) v per head of size d. x (n, hidden) -> (n', hidden): the tokens
-        of all passages, one after another, as in TransformerLayer. Packing (below) converts from
-        and to (B, T, hidden)."""
+        """Softmax(q k^T / sqrt(d)) v per head of size d. x (n, hidden): the tokens of all passages,
+        one after another. The result (n', hidden) has only the positions of `used`. Attention
+        itself needs the shape (B, T, hidden), to and from which a Packing (below) converts."""
         q, k, v = (packing.unpack(part).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
                    for part in self.qkv(x).chunk(3, -1))                # (B, heads, T, d) each
         mask = packing.is_kept[:, None, None]                                         # (B, 1, 1, T)
@@ -106,8 +106,9 @@ class SelfAttention(nn.Module):
         return self.out(used.pack(y.transpose(1, 2).flatten(2)))
 
 class TransformerLayer(nn.Module):
-    """One layer of BERT. x (n, hidden) -> (n', hidden), for the n rows of the Packing `packing` and
-    the n' rows of the Packing `used`. Except in the last layer, these are the same."""
+    """One layer of BERT. x (n, hidden) has a row for each token, the result (n', hidden) for each
+    position that is used later. The Packings `packing` and `used` say which rows these are. Only in
+    the last layer, in training, do they differ."""
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -127,32 +128,35 @@ class TransformerLayer(nn.Module):
 
 class TransformerBlock(nn.Module):
     """A stack of layers. x (B, T, hidden), attention_mask (B, T) -> (B, T, hidden). At padding, the
-    mask is false and the output is zero. If is_used (B, T) is given, the output is zero wherever it
-    is false: to save time in training, the last layer computes only the positions that are used."""
+    mask is false and the output is zero. To save time in training, is_used (B, T) can be given:
+    then the last layer computes only the positions where it is true. Others are zero in the output.
+    """
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask, is_used=None):
-        # Attention is fastest if T is a multiple of 16. If T is just below one, padding is added.
+        # Attention is fastest if T is a multiple of 16, so at most 7 columns of padding are added.
         T = x.shape[1]
-        added = -T % 16 if -T % 16 < 8 else 0
+        missing = -T % 16
+        added = missing if missing < 8 else 0
         packing = Packing(F.pad(attention_mask, (0, added)))
         used = packing if is_used is None else Packing(F.pad(is_used, (0, added)))
         x = packing.pack(F.pad(x, (0, 0, 0, added)))
-        for layer in self.layers:
-            x = layer(x, packing, used if layer is self.layers[-1] else packing)
-        return used.unpack(x)[:, :T]
+        *lower, last = self.layers
+        for layer in lower:
+            x = layer(x, packing, packing)
+        return used.unpack(last(x, packing, used))[:, :T]
 
 class Packing:
-    """Leaves positions out of the computation, except in attention: (B, T, C) <-> (n, C). Usually
-    is_kept (B, T) is the attention mask, so that only padding is left out.
+    """Leaves positions out of the computation: (B, T, C) <-> (n, C). is_kept (B, T) is either the
+    attention mask, so that only padding is left out, or says where the last layer's output is used.
 
-    Only attention needs to know which passage a token belongs to, so the other layers work on n
-    rows: one per position kept, plus a few others. These make n a multiple of 128 (if the batch has
-    that many), because oneDNN (PyTorch's library for CPUs) compiles code for each new n.
-    (With x.flatten(0, 1) and its inverse instead, the results at tokens would be the same, but the
-    layers would also process all padding, often a third of a batch.)"""
+    Only attention needs to know which passage a token belongs to. Everything else works on n rows:
+    one for each position kept, and up to 127 others, whose results are ignored. They make n a
+    multiple of 128 (unless B * T is smaller), because oneDNN (PyTorch's library for CPUs) compiles
+    code for each new n. (With x.flatten(0, 1) and its inverse instead, the results at tokens would
+    be the same, but the layers would also process all padding, often a third of a batch.)"""
     def __init__(self, is_kept):
         self.is_kept, self.n_kept = is_kept, int(is_kept.sum())
         kept_first = (~is_kept).flatten().int().argsort(stable=True)

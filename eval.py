@@ -309,14 +309,15 @@ def bm25_ranks(corpus, passages, queries, k=20):
     """For each BM25Query the best rank of its correct entities in the vote, or inf if they get no
     votes. Each of the k best passages adds its score to the votes of every entity that it links.
     Ties are broken against the correct entity."""
-    score, ranks = bm25(corpus, passages), []
+    score, ranks, k = bm25(corpus, passages), [], min(k, len(corpus.article))
     for tokens, correct, own in tqdm(queries, "BM25", leave=False, disable=None):
-        # Scores are rounded, so that ties do not depend on the order in which a machine adds.
-        scores, votes = score(tokens).round(9), np.zeros(len(corpus.entity_names))
+        scores, votes = score(tokens), np.zeros(len(corpus.entity_names))
         scores[own] = 0
-        least = np.partition(scores, -k)[-k] if len(scores) > k else 0
-        best = np.flatnonzero(scores >= least)          # the k best, and ties with the last of them
-        for p in best[np.argsort(-scores[best], kind="stable")][:k]:
+        # Scores are rounded, so that ties do not depend on the order in which a machine adds. Only
+        # the k best, and ties with the last of them, are sorted, which is faster.
+        rounded = scores.round(9)
+        best = np.flatnonzero(rounded >= np.partition(rounded, -k)[-k])
+        for p in best[np.argsort(-rounded[best], kind="stable")][:k]:
             votes[np.unique(corpus.passage_entities(p))] += scores[p]
         visible = [e for p in own for e in corpus.passage_entities(p)]
         rivals = np.delete(votes, [0, *correct, *visible])
@@ -358,7 +359,7 @@ def draw_run(figure, opened, blocks):
 
 def draw_training(axis, run, blocks):
     """Plots the fraction of masked tokens predicted correctly, and the attention of masked mentions
-    to memories of their entity, over the steps in log.jsonl."""
+    to memories of their entity, over the steps in log.jsonl (in batch-tome, only after the fit)."""
     records, steps, points, end = [], [], [], 0
     for line in (run.out / "log.jsonl").read_text("utf-8").splitlines():
         with suppress(ValueError):                  # a crash may have cut a line off

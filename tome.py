@@ -74,7 +74,8 @@ class TOME(nn.Module):
         return H, retrieved
 
     def forward(self, tokens, attention_mask, mentions=None, memory=None, is_used=None):
-        """forward_initial, then forward_blocks. Without a memory, this is a plain Transformer."""
+        """forward_initial, then forward_blocks (see there for the arguments). Without a memory,
+        this is a plain Transformer."""
         H0 = self.forward_initial(tokens, attention_mask)
         return self.forward_blocks(H0, attention_mask, mentions, memory, is_used)
 
@@ -101,7 +102,8 @@ class BatchTOME(nn.Module):
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
     def forward(self, batch, own_values=False, is_used=None):
-        """(H0, H without memory, H with memory, what each block retrieved). H is (B, T, hidden).
+        """(H0, H without memory, H with memory, what each block retrieved). H is (B, T, hidden). If
+        is_used (B, T) is given, H (but not H0) is zero where it is false.
 
         The memory contains the linked mentions that are not masked, encoded in the masked text by
         the pass without a memory. (The encoding of a masked mention lacks its name. The public code

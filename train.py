@@ -142,10 +142,10 @@ class Plan(Schedule):
         return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, next_batch(step), losses(batch, step) and evaluate(step). One loop, below,
-# trains all stages except `memory`, which memory.build_memory performs. Each loss is this process's
-# share of the mean over the whole batch, so the sum of all processes' gradients is the batch's
-# gradient.
+# A stage has a model, next_batch(step), losses(batch, step) and evaluate(step), called after `step`
+# steps. One loop, below, trains all stages except `memory`, which memory.build_memory performs.
+# Each loss is this process's share of the mean over the whole batch, so the sum of all processes'
+# gradients is the batch's gradient.
 #
 # `run` is an open run folder (class Run, below). It has settings, seed, corpus, tokenizer, device,
 # is_toy, is_baseline, entity_group (E,) of names from GROUPS, and three Configs: config,
@@ -278,15 +278,15 @@ class BatchTOMEStage:
                    for part in parts]
         fit_retrieval(self.model.eval(), batches)
         ann.copy_from_first(self.model.parameters())        # rounding may differ between processes
-        say_figures(self.evaluate(step), f"batch-tome {step}, after the fit ")
+        say_figures(self.evaluate(step + 1), f"batch-tome {step}, after the fit ")
         self.model.train()
 
     def evaluate(self, step):
-        """The figures of masked_mentions with a small memory, for speed; none before the fit, when
-        retrieval is random. As in stage tome, this memory is made from unmasked text and searched.
-        The head of eq. 10 is not trained here (only the fit sets it), so "entity" and "recall@20"
-        mean little."""
-        if step < self.fit_step:
+        """The figures of masked_mentions with a small memory, for speed; {} until the fit, since
+        retrieval is random before it. As in stage tome, this memory is made from unmasked text and
+        searched. The head of eq. 10 is not trained here (only the fit sets it), so "entity" and
+        "recall@20" mean little."""
+        if step <= self.fit_step:       # this many steps are done, and the fit precedes the next
             return {}
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)

@@ -182,7 +182,7 @@ def random_memory(config, N, n_entities, device, seed=1):
 
 def tome_step(model, batch, table):
     with low_precision(model.config, batch.tokens.device):
-        H, _ = model(batch.tokens, batch.attention_mask, batch, table)
+        H, _ = model(batch.tokens, batch.attention_mask, batch, table, batch.is_used)
         z = model.entity_query(H, batch.row, batch.start, batch.end)
         found = table.retrieve(z, batch.passage, model.config.k_answer, model.config.k_answer_shard)
         loss = (0.85 * mlm_loss(model.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
@@ -193,7 +193,7 @@ def tome_step(model, batch, table):
 def batch_tome_step(model, batch):
     """With the batch memory, as after the fit."""
     with low_precision(model.config, batch.tokens.device):
-        _, _, H, _ = model(batch)
+        _, _, H, _ = model(batch, is_used=batch.is_used)
         z = model.coref(H, batch.row, batch.start, batch.end)
         mlm = mlm_loss(model.tome.mlm_logits(H, batch.is_target), batch.unmasked[batch.is_target])
         loss = 0.85 * mlm + 0.15 * coreference_loss(z, batch.entity, batch.passage)

@@ -318,11 +318,12 @@ def test_sample_shuffled_and_by_article_change_only_what_they_should():
 
 @torch.no_grad()
 def test_a_block_with_is_used_computes_the_same_there_and_zero_elsewhere():
-    """The last layer has 150 rows to compute, which Packing fills up to 256 with others, even padding."""
+    """The last layer has 150 rows to compute, which Packing fills up to 256 with others, even padding.
+    TransformerBlock adds 3 columns of padding to the 45."""
     torch.manual_seed(8)
-    block = TransformerBlock(replace(TINY, max_positions=40), 2).eval()
-    x, length = torch.randn(12, 40, TINY.hidden), torch.randint(5, 41, (12,))
-    mask = torch.arange(40) < length[:, None]
+    block = TransformerBlock(TINY, 2).eval()
+    x, length = torch.randn(12, 45, TINY.hidden), torch.randint(5, 46, (12,))
+    mask = torch.arange(45) < length[:, None]
     is_used = torch.zeros_like(mask).flatten()
     is_used[mask.flatten().nonzero()[:, 0][torch.randperm(int(mask.sum()))[:150]]] = True
     is_used = is_used.view_as(mask)

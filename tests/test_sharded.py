@@ -124,19 +124,18 @@ def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, severa
     assert any(float(grad.abs().max()) > 1e-3 for grad in one["grads"].values())
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*STAGES, "own values", "teacher forcing"])
+@pytest.mark.parametrize("kind", [*STAGES, "TOME-2", "own values", "teacher forcing"])
 def test_losses_and_gradients_need_the_last_layer_only_where_is_used_is_true(folder, kind, monkeypatch):
-    def forced(*arguments, read_run=train.read_run):
-        run = read_run(*arguments)
-        run.settings.teacher_forcing_rate = 0.5
+    def changed(out, read_run=train.read_run):
+        run = read_run(out, 2 if kind == "TOME-2" else 1)
+        run.settings.teacher_forcing_rate = 0.5 if kind == "teacher forcing" else 0.0
         return run
 
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
+    monkeypatch.setattr(train, "read_run", changed)
     if kind == "own values":
         monkeypatch.setattr(train, "first_memory_step", lambda settings, steps: 1)
-    if kind == "teacher forcing":
-        monkeypatch.setattr(train, "read_run", forced)
-    stage = {"own values": "batch-tome", "teacher forcing": "tome"}.get(kind, kind)
+    stage = {"own values": "batch-tome", "teacher forcing": "tome", "TOME-2": "tome"}.get(kind, kind)
     ours = first_step(folder, stage, [])
     monkeypatch.setattr(data.Batch, "is_used", None)                # now every position is computed
     everywhere = first_step(folder, stage, [])
@@ -145,6 +144,13 @@ def test_losses_and_gradients_need_the_last_layer_only_where_is_used_is_true(fol
     for name, grad in everywhere["grads"].items():
         bound = 1e-5 * max(1.0, float(grad.abs().max()))
         assert (grad - ours["grads"][name]).abs().max() <= bound, name
+
+@pytest.mark.slow
+def test_batch_tome_is_not_evaluated_until_the_fit_has_made_retrieval_useful(folder, monkeypatch):
+    monkeypatch.setitem(train.PRESETS, "toy", TINY)
+    _, stage = stage_of(folder, "batch-tome")
+    stage.fit_step = 4              # the fit follows four steps
+    assert stage.evaluate(3) == stage.evaluate(4) == {} and stage.evaluate(5)["seen"]["n"] > 0
 
 @pytest.mark.slow
 def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
