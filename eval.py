@@ -374,12 +374,13 @@ def draw_training(axis, run, blocks):
         end = max(steps, default=0)
         if stage == "batch-tome" and run.settings.memory_from:
             fit_step = train.first_memory_step(run.settings, end)
-            axis.axvline(fit_step, color="grey", ls="--", lw=0.8, label="fit_retrieval")
+            axis.axvline(fit_step, color="grey", ls="--", lw=0.8,
+                         label="fit_retrieval; not measured before")
     for color, name in (("C0", "tokens"), ("C1", "attention")):
         for group, style in zip(train.GROUPS, ("-", ":")):
             values = [point[group][name] for point in points]
             axis.plot(steps, values, style, color=color, label=f"{name}, {group}")
-    axis.set(xlabel="steps", ylabel="fraction", ylim=(-0.03, 1.03))
+    axis.set(xlabel="steps", ylabel="fraction", xlim=(0, None), ylim=(-0.03, 1.03))
     axis.legend(frameon=False, fontsize="small")
 
 def draw_mentions(figure, mentions):
