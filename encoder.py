@@ -136,7 +136,7 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask, is_used=None):
-        # Attention is fastest if T is a multiple of 16, so at most 7 columns of padding are added.
+        # Attention is fastest if T is a multiple of 16. If it is at most 7 short, padding is added.
         T = x.shape[1]
         missing = -T % 16
         added = missing if missing < 8 else 0

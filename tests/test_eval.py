@@ -601,7 +601,7 @@ def test_the_curves_show_the_log_and_the_accuracy_with_parts_of_the_memory(run, 
     assert lines["attention, seen"].get_ydata().tolist() == [record["seen"]["attention"] for record in log]
     assert lines["tokens, unseen"].get_ydata().tolist() == [record["unseen"]["tokens"] for record in log]
     assert lines["tokens, seen"].get_xdata()[-1] == ends[-1] and lines["stage tome begins"].get_xdata()[0] == ends[1]
-    assert lines["fit_retrieval"].get_xdata()[0] == int(ends[1] * opened.run.settings.memory_from)
+    assert lines["fit_retrieval; not measured before"].get_xdata()[0] == int(ends[1] * opened.run.settings.memory_from)
     mentions = train.sample_eval_mentions(opened.run, 300)
     for line in right.lines:
         for share, accuracy in zip(line.get_xdata(), line.get_ydata()):
