@@ -135,7 +135,7 @@ class Batch:
 
     @property
     def is_used(self):
-        """(B, T) where the losses use the model's output: tokens to predict, and the markers."""
+        """(B, T) bool, True = the losses use the output here: a token to predict, or a marker."""
         used = self.is_target.clone()
         used[self.row, self.start] = used[self.row, self.end] = True
         return used

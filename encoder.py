@@ -107,8 +107,8 @@ class SelfAttention(nn.Module):
 
 class TransformerLayer(nn.Module):
     """One layer of BERT. x (n, hidden) has a row for each token, the result (n', hidden) for each
-    position that is used later. The Packings `packing` and `used` say which rows these are. Only in
-    the last layer, in training, do they differ."""
+    position that is used later. The Packings `packing` and `used` say which rows these are. They
+    differ only in the last layer, in training."""
     def __init__(self, config):
         super().__init__()
         self.attention = SelfAttention(config)
@@ -128,15 +128,14 @@ class TransformerLayer(nn.Module):
 
 class TransformerBlock(nn.Module):
     """A stack of layers. x (B, T, hidden), attention_mask (B, T) -> (B, T, hidden). At padding, the
-    mask is false and the output is zero. To save time in training, is_used (B, T) can be given:
-    then the last layer computes only the positions where it is true. Others are zero in the output.
-    """
+    mask is false and the output is zero. To save time, training passes is_used (B, T): the last
+    layer then computes only the positions where it is true, and the output is zero elsewhere."""
     def __init__(self, config, n_layers):
         super().__init__()
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(n_layers))
 
     def forward(self, x, attention_mask, is_used=None):
-        # Attention is fastest if T is a multiple of 16. If it is at most 7 short, padding is added.
+        # CPUs attend fastest if T is a multiple of 16. If it is at most 7 short, padding is added.
         T = x.shape[1]
         missing = -T % 16
         added = missing if missing < 8 else 0

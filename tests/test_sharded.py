@@ -109,17 +109,21 @@ def several(folder, tmp_path_factory):
                       for stage in stages}
     return done
 
+def assert_same_step(one, other):
+    """Two results of first_step have the same loss and gradients, to 1e-5."""
+    assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
+    assert other["grads"].keys() == one["grads"].keys()
+    for name, grad in one["grads"].items():
+        bound = 1e-5 * max(1.0, float(grad.abs().max()))
+        assert (grad - other["grads"][name]).abs().max() <= bound, name
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, several, stage, size):
     one, many = alone[stage], several[size][stage]
     for other in many:                              # every process ends with the same sum
-        assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
-        assert other["grads"].keys() == one["grads"].keys()
-        for name, grad in one["grads"].items():
-            bound = 1e-5 * max(1.0, float(grad.abs().max()))
-            assert (grad - other["grads"][name]).abs().max() <= bound, name
+        assert_same_step(one, other)
     assert sum(other["mentions"] for other in many) == one["mentions"]
     assert any(float(grad.abs().max()) > 1e-3 for grad in one["grads"].values())
 
@@ -139,11 +143,7 @@ def test_losses_and_gradients_need_the_last_layer_only_where_is_used_is_true(fol
     ours = first_step(folder, stage, [])
     monkeypatch.setattr(data.Batch, "is_used", None)                # now every position is computed
     everywhere = first_step(folder, stage, [])
-    assert ours["loss"] == pytest.approx(everywhere["loss"], abs=1e-5)
-    assert ours["grads"].keys() == everywhere["grads"].keys()
-    for name, grad in everywhere["grads"].items():
-        bound = 1e-5 * max(1.0, float(grad.abs().max()))
-        assert (grad - ours["grads"][name]).abs().max() <= bound, name
+    assert_same_step(everywhere, ours)
 
 @pytest.mark.slow
 def test_batch_tome_is_not_evaluated_until_the_fit_has_made_retrieval_useful(folder, monkeypatch):
