@@ -142,10 +142,10 @@ class Plan(Schedule):
         return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, next_batch(step), losses(batch, step) and evaluate(step), called after `step`
-# steps. One loop, below, trains all stages except `memory`, which memory.build_memory performs.
-# Each loss is this process's share of the mean over the whole batch, so the sum of all processes'
-# gradients is the batch's gradient.
+# A stage has a model, next_batch(step), losses(batch, step), evaluate(), and fit_step, the number of
+# steps before there is anything to evaluate. One loop, below, trains all stages except `memory`,
+# which memory.build_memory performs. Each loss is this process's share of the mean over the whole
+# batch, so the sum of all processes' gradients is the batch's gradient.
 #
 # `run` is an open run folder (class Run, below). It has settings, seed, corpus, tokenizer, device,
 # is_toy, is_baseline, entity_group (E,) of names from GROUPS, and three Configs: config,
@@ -278,16 +278,13 @@ class BatchTOMEStage:
                    for part in parts]
         fit_retrieval(self.model.eval(), batches)
         ann.copy_from_first(self.model.parameters())        # rounding may differ between processes
-        say_figures(self.evaluate(step + 1), f"batch-tome {step}, after the fit ")
+        say_figures(self.evaluate(), f"batch-tome {step}, after the fit ")
         self.model.train()
 
-    def evaluate(self, step):
-        """The figures of masked_mentions with a small memory, for speed; {} until the fit, since
-        retrieval is random before it. As in stage tome, this memory is made from unmasked text and
-        searched. The head of eq. 10 is not trained here (only the fit sets it), so "entity" and
-        "recall@20" mean little."""
-        if step <= self.fit_step:       # this many steps are done, and the fit precedes the next
-            return {}
+    def evaluate(self):
+        """The figures of masked_mentions with a small memory, for speed. As in stage tome, this
+        memory is made from unmasked text and searched. The head of eq. 10 is not trained here (only
+        the fit sets it), so "entity" and "recall@20" mean little."""
         run, (rank, size) = self.run, ann.rank_and_size()
         rows = encode_passages(self.model, run.corpus, self.support[rank::size], run.device)
         memory = MentionMemory(**rows, device=run.device)
@@ -295,6 +292,8 @@ class BatchTOMEStage:
 
 class TOMEStage:
     """TOME over the frozen memory, on random passages (§2.4)."""
+    fit_step = 0            # nothing is fitted
+
     def __init__(self, run, plan):
         self.run, self.plan, self.model = run, plan, TOME(run.config).to(run.device)
         if run.is_baseline:     # it has no batch-tome, and trains here for the steps of both stages
@@ -340,7 +339,7 @@ class TOMEStage:
             result["linking"] = (linking_weight, linking)
         return result
 
-    def evaluate(self, step):
+    def evaluate(self):
         return masked_mentions(self.run, self.model, self.memory, self.eval_mentions)[0]
 
 class FinetuneStage:
@@ -350,6 +349,8 @@ class FinetuneStage:
     Each batch of claims comes with the same number of clozes, true claims in which one entity is
     masked and has to be predicted. Labels alone do not teach which two facts a claim needs. Clozes
     and linking are not in the paper (README, "What differs")."""
+    fit_step = 0            # nothing is fitted
+
     def __init__(self, run, plan):
         self.run, self.plan, self.task = run, plan, plan.kind
         self.model = load_model(run, "tome", run.task_config)       # k_answer = k_finetune
@@ -396,7 +397,7 @@ class FinetuneStage:
                 result["linking"] = (weight, linking)
         return result
 
-    def evaluate(self, step):
+    def evaluate(self):
         """{"score": the accuracy on the dev examples}. The loop keeps the best-scoring weights."""
         items = judged_examples(self.run, self.model, self.task, self.dev, self.memory)
         return {"score": mean([item.is_correct for item in items])}
@@ -498,7 +499,8 @@ class Training:
     def evaluate(self):
         """Evaluates, prints and logs; remembers the weights with the best dev score."""
         progress, step = self.progress, self.progress["step"]
-        measured = self.stage.evaluate(step)
+        # Until the fit, retrieval is random. The fit precedes the step with number fit_step.
+        measured = self.stage.evaluate() if step > self.stage.fit_step else {}
         self.model.train()
         losses = {name: round(total / n, 4) for name, (total, n) in progress["sums"].items()}
         say_figures(losses | measured, f"{self.plan.name} {step:5d} ")
@@ -974,7 +976,7 @@ PRESETS = {
         memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
         init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
         eval_mentions=100, schedule={
-            "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
+            "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(250, 1e-3, 50, 64),
             "tome-2": Schedule(400, 1e-3, 50, 64), "claims": Schedule(1200, 1e-3, 50, 64),
             "claims-2": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(250, 1e-3, 25, 64),
             "qa-2": Schedule(800, 1e-3, 40, 64)}),

@@ -148,9 +148,14 @@ def test_losses_and_gradients_need_the_last_layer_only_where_is_used_is_true(fol
 @pytest.mark.slow
 def test_batch_tome_is_not_evaluated_until_the_fit_has_made_retrieval_useful(folder, monkeypatch):
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
-    _, stage = stage_of(folder, "batch-tome")
-    stage.fit_step = 4              # the fit follows four steps
-    assert stage.evaluate(3) == stage.evaluate(4) == {} and stage.evaluate(5)["seen"]["n"] > 0
+    run = train.read_run(folder).open("cpu")
+    training = train.Training(run, run.plan("batch-tome"))
+    training.stage.fit_step, logged = 4, []             # the fit follows four steps
+    monkeypatch.setattr(train, "log", lambda out, record: logged.append(record))
+    for step in (3, 4, 5):
+        training.progress["step"] = step
+        training.evaluate()
+    assert "seen" not in logged[0] | logged[1] and logged[2]["seen"]["n"] > 0
 
 @pytest.mark.slow
 def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
