@@ -1,11 +1,12 @@
-"""What the parts of this project cost, beside others: python tests/bench.py [exact|buckets|step …]
+"""Benchmarks of search and of training steps: python tests/bench.py [exact|buckets|step …]
 
-The contenders take turns, so that other load on the machine slows all of them. Times are milliseconds, the shortest of
-the turns. The first line names the machine, the threads and the load. faiss is optional (pip install faiss-cpu).
+The contenders take turns, so that other load on the machine slows down all of them. A time is the shortest of all
+turns, in milliseconds. The first line names the machine, the number of threads and the load. faiss is optional (pip
+install faiss-cpu).
 
-faiss multiplies in one of two ways: below faiss.cvar.distance_compute_blas_threshold (128,000, compared with the number
-of queries times their length) by its own loops, above it by BLAS, as PyTorch does. Tables name both: "faiss, default"
-leaves the threshold as it is, "faiss, BLAS" sets it to 20. A ratio is faiss's time divided by ours.
+If the number of queries times their length is at least faiss.cvar.distance_compute_blas_threshold (128,000 by default),
+faiss multiplies with BLAS, as PyTorch does, and otherwise in its own loops. The tables show both: "faiss, default" is
+the default, and "faiss, BLAS" sets the threshold to 20. A ratio is faiss's time divided by ours.
 """
 import argparse
 import os
@@ -28,29 +29,29 @@ import train  # noqa: E402
 from encoder import Config, low_precision  # noqa: E402
 from tome import TOME, BatchTOME, coreference_loss, entity_prediction_loss, mlm_loss  # noqa: E402
 
-faiss = None            # imported below: test_bert uses functions of this file
+faiss = None            # imported below, so that test_bert can use this file without faiss
 
 SMALL = Config(dropout=0.0, hidden=256, n_heads=4, intermediate=1024, n_initial=2, n_upper=2, key_dim=64, value_dim=128,
                coref_dim=128, k=32, k_shard=32, k_answer=32, k_answer_shard=32)
 BASE = Config(dropout=0.0, k=128, k_shard=128, k_answer=128, k_answer_shard=128)
 
 def machine(threads):
-    """The processor, the threads used and the load of the last minute."""
+    """The processor, the number of threads and the load during the last minute."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
     return (f"{name}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads, load {os.getloadavg()[0]:.1f}, "
             f"torch {torch.__version__}")
 
 def row(what, times, **more):
-    """A line of a table: every time in ms, and the ratio of each of faiss's to ours."""
+    """Prints a line of a table: all times in ms, those of faiss with their ratio to ours."""
     cells = [f"{name} {1e3 * seconds:.3g}" + (f" ({seconds / times['ours']:.2f})" if "faiss" in name else "")
              for name, seconds in times.items()]
     cells += [f"{name} {value:.3f}" for name, value in more.items()]
     print("| " + " | ".join([what, *cells]) + " |", flush=True)
 
 def race(turns, functions):
-    """Calls each function in turn, `turns` times: {name: shortest time}, {name: its result}. Each timed call follows
-    an untimed one, since a contender leaves the caches cold and its threads spinning for a while."""
+    """Calls all functions in turn, `turns` times. Returns {name: shortest time} and {name: result}. An untimed call
+    precedes each timed one, because the previous contender leaves cold caches and, for a while, busy threads."""
     results = {name: function() for name, function in functions.items()}
     times = {name: [] for name in functions}
     sync = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -66,12 +67,12 @@ def race(turns, functions):
     return {name: min(t) for name, t in times.items()}, results
 
 def overlap(ids, exact):
-    """Recall: the mean share of the exact ids that were found."""
+    """Recall: the fraction of the exact ids that were found, averaged over queries."""
     return float(np.mean([np.isin(a, b).mean() for a, b in zip(exact.cpu().numpy(), torch.as_tensor(ids).cpu().numpy())]))
 
 def clustered(N, d, n_entities, n_queries, device, seed=0):
-    """Keys like those of a memory, many mentions an entity, lengths that differ; queries like its mentions.
-    Returns keys [N, d] entity after entity, queries [Q, d]."""
+    """Keys [N, d] like those of a memory, with many mentions per entity and different lengths, sorted by entity; and
+    queries [Q, d], which are drawn like the keys."""
     generator = torch.Generator().manual_seed(seed)
     entity = torch.randn(n_entities, d, generator=generator)
 
@@ -84,7 +85,7 @@ def clustered(N, d, n_entities, n_queries, device, seed=0):
 # ---- search
 
 def faiss_search(index, queries, k, threshold):
-    """A search by faiss with the given distance_compute_blas_threshold."""
+    """Searches with faiss, using this distance_compute_blas_threshold."""
     faiss.cvar.distance_compute_blas_threshold = threshold
     return index.search(queries.cpu().numpy(), k)
 
@@ -142,7 +143,7 @@ def buckets(args):
                  for name, result in results.items()}
         row(f"… {len(queries)} queries, {n_search} of {C} buckets, k {k}", times, **found)
         n_search = max(n_search + 1, round(1.1 * n_search))         # steps of 10%
-    # ways to choose a query's buckets: recall is the share of exact ids whose bucket is searched
+    # Different ways to choose a query's buckets. Recall is the fraction of exact ids whose bucket is searched.
     order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(0))
     raw, raw_bucket = ann.kmeans(keys, keys[order[:C]])
     bucket = ann.nearest(keys, index.centroids)[1]
@@ -153,7 +154,7 @@ def buckets(args):
         probe = (queries @ centroids.T - offset).topk(n).indices
         hit = (bucket[best][:, :, None] == probe[:, None]).any(2).double().mean()
         scanned = torch.bincount(bucket, minlength=C)[probe].sum(1).double().mean() / N
-        print(f"  {n} buckets by {what}: recall {hit:.3f}, {100 * scanned:.1f}% of the keys looked at")
+        print(f"  {n} buckets by {what}: recall {hit:.3f}, {100 * scanned:.1f}% of the keys scored")
 
 # ---- a training step, forward and backward
 
@@ -174,7 +175,7 @@ def random_batch(config, B, T, n_mentions, n_targets, n_entities, device, seed=0
     return batch.to(device)
 
 def random_memory(config, N, n_entities, device, seed=1):
-    """N memories, of which every entity has some; nothing of the batch's passages."""
+    """N memories of random entities, none of them from the batch's passages."""
     g = torch.Generator().manual_seed(seed)
     return memory.MentionMemory(
         torch.randn(N, config.key_dim, generator=g), torch.randn(N, config.value_dim, generator=g),
@@ -191,7 +192,7 @@ def tome_step(model, batch, table):
     loss.backward()
 
 def batch_tome_step(model, batch):
-    """With the batch memory, as after the fit."""
+    """A step with the batch memory, as after the fit."""
     with low_precision(model.config, batch.tokens.device):
         _, _, H, _ = model(batch, is_used=batch.is_used)
         z = model.coref(H, batch.row, batch.start, batch.end)
@@ -215,11 +216,11 @@ SECTIONS = {"exact": exact, "buckets": buckets, "step": step}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}; default: all")
-    parser.add_argument("--keys", metavar="FILE.npy", help="real keys [N, d] for buckets: a shard of a memory")
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"one of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--keys", metavar="FILE.npy", help="real keys [N, d] for `buckets`, a shard of a memory")
     parser.add_argument("--clusters", type=int, default=512)
     parser.add_argument("--queries", type=int, default=768)
-    parser.add_argument("--probes", type=int, default=4, help="buckets to begin with")
+    parser.add_argument("--probes", type=int, default=4, help="number of buckets to start with")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", default="cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-torch.set_num_threads(1)      # the tests are small: a second thread costs more than it brings
+torch.set_num_threads(1)      # the tests are small, so a second thread would only slow them down
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a background job ignores Ctrl-C
 
 MATMUL = getattr(torch.backends.mkldnn, "matmul", None)
@@ -22,11 +22,11 @@ def plain_matmul():
     yield
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: trains something; left out by -m 'not slow'")
+    config.addinivalue_line("markers", "slow: trains something; -m 'not slow' skips these tests")
 
 @pytest.fixture(scope="session")
 def small_world(tmp_path_factory):
-    """A corpus file of 60 subjects of the toy world, with ten unseen ones."""
+    """A corpus file about 60 seen and 10 unseen subjects of the toy world."""
     import data
     lines, _ = data.toy_world(seed=3)
     seen = {line["title"] for line in lines if line["split"] == "train"}
@@ -38,17 +38,17 @@ def small_world(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """A run of all stages and two appends, as each stage found it and left it (tests/faults.py)."""
+    """A run with all stages and two appends, with its state before and after each."""
     import faults
     return faults.Reference(tmp_path_factory.mktemp("faults") / "reference")
 
 @pytest.fixture
 def small(monkeypatch):
-    """The very small model, shards and toy world of tests/faults.py in this process."""
+    """Makes this process use the tiny model, shards and toy world of tests/faults.py."""
     import faults
     faults.shrink(monkeypatch)
 
 @pytest.fixture
 def done(reference, small, tmp_path):
-    """A copy of the run after everything, to be changed."""
+    """A copy of the complete run that a test may change."""
     return Path(shutil.copytree(reference.whole, tmp_path / "run"))

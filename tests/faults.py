@@ -1,13 +1,12 @@
-"""What machines do to a run, done on purpose: kills, power cuts, damaged files, bad lines.
+"""Injects faults into a run: kills, power cuts, damaged files, bad lines.
 
     python tests/faults.py                 the whole campaign, with its figures (hours on one core)
     python tests/faults.py kill corrupt    parts: kill, power, data, term, corrupt, fuzz, leak
-    python tests/faults.py kill tome 10    of a stage alone; only one in ten of the file operations
+    python tests/faults.py kill tome 10    one stage only, and every tenth file operation
 
-tests/test_faults.py runs a few faults of each kind. Every command runs on a very small model, in a
-forked child. Whatever happens to it, the same command is given again, and the folder is compared,
-byte by byte, with the folder of a run to which nothing happened.
-"""
+tests/test_faults.py runs a few faults of each kind. Every command trains a tiny model in a forked
+child process. After the fault, the same command runs again. The folder is then compared, byte by
+byte, with that of an undisturbed run."""
 import copy
 import gc
 import io
@@ -46,12 +45,12 @@ MICRO = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "n_upper": 
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])     # imports half of PyTorch before a fork
 
 def shrink(patch):
-    """Makes model, shards and toy world very small in this process. patch: a pytest.MonkeyPatch."""
+    """Makes this process use a tiny model, shards and toy world. patch: a pytest.MonkeyPatch."""
     patch.setitem(train.PRESETS, "toy", MICRO)
     patch.setattr(memory, "PASSAGES_PER_SHARD", 64)
     patch.setattr(data, "COUNTS", dict.fromkeys(data.COUNTS, 10))
 
-# The commands of a run, in their order; {} is the folder of the reference.
+# The commands of a run, in order. {} stands for the folder of the reference run.
 STAGES = {"batch-tome": "--stage batch-tome", "memory": "--stage memory", "tome": "--stage tome",
           "tome-2": "--stage tome --blocks 2", "qa": "--stage finetune --task qa",
           "append": "--stage memory --append {}/more.jsonl",
@@ -66,8 +65,8 @@ def command(stage, reference, out, *more):
 # ---- Children ------------------------------------------------------------------------------------
 
 class Child:
-    """train.main(arguments) in a forked process, after fault() there. Its output goes to a file."""
-    limit = 120                 # seconds; a command that takes longer hangs
+    """A forked process that calls fault(), then train.main(arguments). It writes to a file."""
+    limit = 120                 # seconds; a command that takes longer counts as hanging
 
     def __init__(self, arguments, fault=lambda: None, environment={}):
         self.said = tempfile.TemporaryFile("w+")
@@ -86,7 +85,7 @@ class Child:
         sys.exit(train.main(arguments))
 
     def wait(self, limit=None):
-        """(exit code or minus the signal, what was said)."""
+        """(exit code, or minus the signal's number; the output)."""
         limit = limit or self.limit
         self.process.join(limit)
         if self.process.exitcode is None:
@@ -99,7 +98,7 @@ def run(arguments, fault=lambda: None, **more):
     return Child(arguments, fault, **more).wait()
 
 def several(arguments, faults):
-    """Children that are the processes of one run, each with its fault. None: it never starts."""
+    """Child processes that work on one run, each with its fault. None: a process never starts."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(faults))}
@@ -124,19 +123,19 @@ def refused(result, *words):
 # ---- File operations -----------------------------------------------------------------------------
 
 def path_of(name, folder_fd=-1):
-    """The whole path of an audit event's name, which may be relative to an open folder."""
+    """The absolute path of an audit event's name, which may be relative to an open folder."""
     name = os.fsdecode(name)
     if folder_fd is not None and folder_fd >= 0:
         name = os.path.join(os.readlink(f"/proc/self/fd/{folder_fd}"), name)
     return os.path.abspath(name)
 
 def watch_operations(before):
-    """Calls before(what, *paths) ahead of every change to files from now on: "open" for writing,
-    "rename", "link", "remove", "mkdir", "rmdir", "symlink", "truncate" and "fsync"; and "exit"."""
+    """From now on, calls before(what, *paths) before each file operation: "open" (for writing),
+    "rename", "link", "remove", "mkdir", "rmdir", "symlink", "truncate", "fsync" and "exit"."""
     real, leave, is_busy = os.fsync, os._exit, []
 
     def tell(what, *paths):
-        if not is_busy:                 # what `before` does itself is no operation of the command
+        if not is_busy:                 # operations of `before` itself are ignored
             is_busy.append(True)
             before(what, *paths)
             is_busy.clear()
@@ -163,14 +162,14 @@ def watch_operations(before):
     sys.addaudithook(hook)
 
 def tear(path):
-    """Half of a temporary file, or a line of the log without its end, as a kill while it is written
-    leaves it."""
+    """Truncates a temporary file to its half, or cuts the end off the log's last line, as if a kill
+    had interrupted the writing."""
     if path.endswith((".tmp", ".jsonl")) and os.path.exists(path):
         size = os.path.getsize(path)
         os.truncate(path, size // 2 if path.endswith(".tmp") else max(0, size - 9))
 
 def signal_at(n, number=signal.SIGKILL):
-    """A fault: this signal before the n-th file operation."""
+    """A fault: sends this signal before the n-th file operation."""
     def fault():
         count = itertools.count(1)
 
@@ -183,8 +182,8 @@ def signal_at(n, number=signal.SIGKILL):
     return fault
 
 def before_call(real, do, *numbers):
-    """The function `real`, except that do(arguments) comes before its calls with these numbers, or
-    before every call."""
+    """The function `real`, but do(arguments) is called before its calls with these numbers (before
+    all calls, if no numbers are given)."""
     count = itertools.count(1)
 
     def call(*args, **kwargs):
@@ -194,7 +193,7 @@ def before_call(real, do, *numbers):
     return call
 
 def signal_at_call(n, owner, name, number=signal.SIGKILL):
-    """A fault: this signal before the n-th call of the function owner.name."""
+    """A fault: sends this signal before the n-th call of the function owner.name."""
     def fault():
         real = getattr(owner, name)
         setattr(owner, name, before_call(real, lambda *_: os.kill(os.getpid(), number), n))
@@ -205,15 +204,15 @@ def die_at_step(n):
     return signal_at_call(n, torch.optim.AdamW, "step")
 
 class Journal:
-    """What a command changed and has not yet made durable: contents of files since their last
-    fsync, and names since the last fsync of their folder."""
+    """The changes that a power cut would undo: to contents of files since their last fsync, and to
+    names since the last fsync of their folder."""
 
     def __init__(self):
-        self.written = {}           # file -> its durable content, or None: there is none
-        self.names = []             # [what was done, the name, the name before, content replaced]
+        self.written = {}           # file -> its durable content (None: it has none)
+        self.names = []             # [operation, name, earlier name, content replaced]
 
     def note(self, what, first, last):
-        """An operation that is about to happen."""
+        """Records an operation that is about to happen."""
         if what in ("open", "truncate"):
             if not os.path.exists(first):
                 self.names.append(["made", first, None, None])
@@ -233,7 +232,7 @@ class Journal:
             self.names.append(["renamed", last, first, replaced])
 
     def move(self, first, last):
-        """Everything in `first` is in `last` from now on."""
+        """Records that `first`, with everything in it, is now called `last`."""
         def moved(path):
             is_inside = path == first or path.startswith(first + "/")
             return last + path[len(first):] if is_inside else path
@@ -242,7 +241,7 @@ class Journal:
             entry[1] = moved(entry[1])
 
     def lose(self, place, copied, names_survive):
-        """A power cut in `copied`, a copy of the folder `place`."""
+        """Simulates a power cut in `copied`, a copy of the folder `place`."""
         journal = copy.deepcopy(self)
         journal.move(str(place), str(copied))
         for path, content in journal.written.items():
@@ -262,10 +261,10 @@ class Journal:
                 Path(path).write_bytes(content)
 
 def snapshots(place, states, fault, chosen):
-    """Not a fault: before each chosen file operation, copies what a kill ("kill") or a power cut
-    leaves of the folder `place` at this moment to states/NUMBER. A power cut loses everything that
-    is not durable ("power"), or only contents ("data"): most file systems keep names in order. A
-    new file states/list names the operations."""
+    """A "fault" that only observes. Before each chosen file operation it copies the folder `place`
+    to states/NUMBER, in the state in which a kill ("kill") or a power cut would leave it. A power
+    cut loses everything that is not durable ("power") or, as on most file systems, only contents
+    ("data"). A new file states/list names the operations."""
     def install():
         journal, count = Journal(), itertools.count(1)
         names = os.open(states / "list", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -287,8 +286,8 @@ def snapshots(place, states, fault, chosen):
 # ---- Comparing -----------------------------------------------------------------------------------
 
 def contents(out):
-    """{file: its bytes}; of the log {(stage, step): record without the timing}, since a crash may
-    repeat a line or tear it."""
+    """{file: its bytes}. The log's value is {(stage, step): record without the time}, since a crash
+    may repeat a line or cut it."""
     held = {}
     for path in sorted(p for p in Path(out).rglob("*") if p.is_file()):
         name = str(path.relative_to(out))
@@ -310,14 +309,15 @@ def weights(path):
     return torch.load(path, weights_only=True)["model"]
 
 def difference(out, expected):
-    """The names of files that differ from, are missing in or too many for `expected`."""
+    """The names of files that differ from `expected`, are missing, or are not expected."""
     found = contents(out)
     return sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
 
 class Reference:
-    """A run to which nothing happened: before[stage], a folder as the stage finds it; after[stage],
-    its contents; operations[stage], what the stage did to files; results[…]: what commands say.
-    `whole`: the run at its end, in before["done"]. before["half a tome"]: TOME at step 3 of 4."""
+    """An undisturbed run. before[stage] is a copy of its folder before the stage, after[stage] the
+    contents after it, operations[stage] the stage's file operations, and results[…] the output of
+    commands. `whole` is the finished run, in before["done"]. before["half a tome"] is the run with
+    stage tome at step 3 of 4."""
 
     def __init__(self, folder):
         self.folder, self.whole = folder, folder / "done/run"
@@ -347,13 +347,13 @@ class Reference:
         self.before["half a tome"] = half.parent.rename(folder / "half a tome")
 
     def fresh(self, name):
-        """A copy, to be spoilt, of before[name]; returns the run folder in it."""
+        """Copies before[name], for a test to damage; returns the run folder in the copy."""
         place = self.folder / "spoilt"
         shutil.rmtree(place, ignore_errors=True)
         return Path(shutil.copytree(self.before[name], place)) / "run"
 
 def finish(reference, stage, out):
-    """The same command again after a fault: what went wrong, or None."""
+    """Runs the same command again after a fault. Returns what went wrong, or None."""
     code, said = run(command(stage, reference.folder, out))
     if code:
         return said[-500:]
@@ -361,17 +361,17 @@ def finish(reference, stage, out):
     return f"{differs} differ" if differs else None
 
 def after_signal(reference, stage, n, number):
-    """The stage with a real signal before its n-th file operation, then the same command again."""
+    """Sends a real signal before the stage's n-th file operation, then runs the command again."""
     out = reference.fresh(stage)
     code, said = run(command(stage, reference.folder, out), signal_at(n, number))
-    # After SIGTERM a command ends with 0 where its work was done.
+    # After SIGTERM, a command whose work was already done ends with 0.
     if code not in ((-signal.SIGKILL,) if number == signal.SIGKILL else (0, 130)):
         return f"ended with {code}: {said[-500:]}"
     return finish(reference, stage, out)
 
 def after_states(reference, stage, fault, chosen):
-    """The same command again in every folder that a kill or power cut at the chosen operations
-    leaves. Returns (number of different folders, what went wrong)."""
+    """Runs the same command again in each folder that a kill or power cut at the chosen operations
+    leaves behind. Returns (number of different folders, what went wrong)."""
     out = reference.fresh(stage)
     states, wrong, done = Path(tempfile.mkdtemp(dir=reference.folder)), [], {}
     code, said = run(command(stage, reference.folder, out),
@@ -393,7 +393,7 @@ def after_states(reference, stage, fault, chosen):
 
 # ---- Damaged and forged files --------------------------------------------------------------------
 
-# kind of file -> (its names, the folder in which it is spoilt, the command that reads it)
+# kind of file -> (its names, the folder in which it is damaged, the command that reads it)
 KINDS = {"run.json": ("run.json", "done", "eval"), "corpus": ("corpus/*", "qa", "qa"),
          "memory": ("memory/*", "tome", "tome"),
          "world": ("world/qa.one_hop.[dt][er][av]*", "qa", "qa"),       # train and dev
@@ -407,15 +407,15 @@ KINDS = {"run.json": ("run.json", "done", "eval"), "corpus": ("corpus/*", "qa", 
 ODD = [None, True, -1, 0, 1.5, 10 ** 30, -1e300, float("nan"), "x", [], {}, [[1]]]
 
 def places_in(value):
-    """(a dictionary or list, one of its keys) for everything in nested dictionaries and lists."""
+    """Yields (dictionary or list, key) for every value in nested dictionaries and lists."""
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
             yield value, key
             yield from places_in(value[key])
 
 def forge(path, rng):
-    """Replaces or removes a value of a JSON file, or of "about" in a checkpoint, so that all
-    checksums fit. Returns what was done."""
+    """Replaces or removes a value in a JSON file, or in "about" of a checkpoint, with correct
+    checksums. Returns what was done."""
     checkpoint = torch.load(path, weights_only=True) if path.suffix == ".pt" else None
     whole = json.loads(checkpoint["about"] if checkpoint else path.read_text())
     place, key = rng.choice([*places_in(whole)])
@@ -429,7 +429,7 @@ def forge(path, rng):
     return f"forged {key!r}: {value!r}"
 
 def spoil(path, rng, how=None):
-    """One random corruption of a file, or one forged value; returns what was done."""
+    """Corrupts a file at random, or forges a value in it. Returns what was done."""
     raw, ways = bytearray(path.read_bytes()), {"flip": 12, "truncate": 4, "zeros": 3, "missing": 1}
     if path.suffix in (".json", ".pt") and path.name != "names.json":
         ways["forge"] = 20
@@ -449,18 +449,18 @@ def spoil(path, rng, how=None):
     return how
 
 def result_of(how, reference, out):
-    """(exit code, result, stderr) of eval.py or of a stage."""
+    """(exit code, result, stderr) of eval.py or of a stage of train.py."""
     if how.startswith("eval"):
         task = ["--task", "qa"] if how == "eval qa" else []
         return quietly(evaluation.main, ["--out", out, "--json", *task])
     code, _, err = quietly(train.main, command(how, reference.folder, out))
     held = contents(out) if code == 0 else {}
-    held.pop("log.jsonl", None)         # a record, which no command reads
+    held.pop("log.jsonl", None)         # no command reads it
     return code, held, err
 
 def corruptions(reference, kind, n, rng):
-    """n random corruptions of a kind of file. Returns Counter of what came of them, and what went
-    wrong. A forged value may be another setting, with which the command works."""
+    """Makes n random corruptions of a kind of file. Returns a Counter of their effects, and what
+    went wrong. A forged value is harmless if it is a different setting that also works."""
     pattern, where, how = KINDS[kind]
     if (where, how) not in reference.results:
         reference.results[where, how] = result_of(how, reference, reference.fresh(where))
@@ -490,7 +490,7 @@ def corruptions(reference, kind, n, rng):
 ODD_TEXT = ["", " ", "[MASK]", "SUPPORTS", "\ud800", "\x00", "\u2028", "e\u0301", "\U0001f600"]
 
 def mutated(rng, record):
-    """A line (bytes) made from a record, spoilt in up to three places."""
+    """A line (bytes) made from a record, with up to three changes, and sometimes odd bytes."""
     record = json.loads(json.dumps(record))
     for _ in range(rng.randrange(4)):
         place, key = rng.choice([*places_in(record)] or [(record, "text")])
@@ -511,8 +511,8 @@ def mutated(rng, record):
     return bytes(raw).removeprefix(b"\x1f\x8b")             # which would be a gzip file
 
 def fuzz_corpus(folder, lines, tokenizer):
-    """Reads these lines as a corpus file: each is kept, reported with its number, or empty. Returns
-    a Counter. The lines that are kept are then tokenised."""
+    """Reads these lines as a corpus file and checks that each is kept, reported with its number, or
+    empty. Then tokenises the lines that were kept. Returns a Counter."""
     path, errors = folder / "fuzz.jsonl", []
     path.write_bytes(b"\n".join(lines))
     lines = path.read_bytes().split(b"\n")
@@ -535,7 +535,7 @@ def fuzz_corpus(folder, lines, tokenizer):
     return Counter(kept=len(kept), reported=len(errors), empty=empty)
 
 def fuzz_example(folder, line, task, tokenizer, entity_index):
-    """Reads this line as a file of examples: kept or reported. Returns a Counter."""
+    """Reads this line as a file of examples; it is kept or reported. Returns a Counter."""
     path = folder / "fuzz.jsonl"
     path.write_bytes(line)
     try:
@@ -549,7 +549,7 @@ def fuzz_example(folder, line, task, tokenizer, entity_index):
     return Counter(kept=1)
 
 def fuzz(folder, n):
-    """n mutated lines, half of corpora, a quarter of each task: {what: Counter}."""
+    """Reads n mutated lines: half from a corpus, a quarter per task. Returns {what: Counter}."""
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         lines, examples = data.toy_world(3)
@@ -568,9 +568,9 @@ def fuzz(folder, n):
 # ---- Leaks ---------------------------------------------------------------------------------------
 
 def leak(reference, steps):
-    """[(own memory in MB, number of tensors)] after a fifth of the steps of a training, after three
-    quarters, and at its end. The fit is between the first two: after it more layers have gradients
-    and optimizer states."""
+    """[(memory in MB, number of tensors)] after a fifth and three quarters of the training steps,
+    and at the end. The fit is between the first two. After it, more layers have gradients and
+    optimizer states."""
     out, seen = reference.fresh("batch-tome"), []
 
     def measure(*_):
@@ -592,7 +592,7 @@ def leak(reference, steps):
 
 def campaign(parts, every=1, n_corruptions=100, n_lines=2400):
     torch.set_num_threads(1)
-    Child.limit = 3600                          # it is run beside other work
+    Child.limit = 3600                          # since other work runs at the same time
     stages = [stage for stage in STAGES if stage in parts] or [*STAGES]
     folder, rng, all_wrong, started = Path(tempfile.mkdtemp()), random.Random(0), [], time.time()
 

@@ -1,12 +1,11 @@
 """The paper's tables in miniature, on the toy world (§4, app. B–D).
 
     python tests/tables.py claims               one table: an hour or more on two cores
-    python tests/tables.py all --seeds 3        all of them; claims, questions and recall of 3 seeds
+    python tests/tables.py all --seeds 3        all tables; claims, questions, recall for 3 seeds
 
-Each table is a function below, with the paper's figures. Its cells are calls, all made at once, of
-train.py and eval.py: as many at a time as there are cores, each on one thread. What is finished is
-not trained again: train.py sees to that. A table is printed, and left in OUT/TABLE.json.
-"""
+Each table is a function below and contains the paper's figures. Its cells are calls that run
+train.py and eval.py. As many commands as there are cores run at the same time, on one thread each.
+Finished stages are not trained again. Each table is printed and written to OUT/TABLE.json."""
 import argparse
 import json
 import os
@@ -28,11 +27,11 @@ import data
 import train as training
 
 CORES = threading.Semaphore(1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
-FAILED = threading.Event()              # after it no other command begins
+FAILED = threading.Event()              # once it is set, no further command starts
 ONE, TWO, KINDS, TASKS = "one_hop", "two_hop", ("seen", "unseen"), ("claims", "qa")
 
 def once(work):
-    """work, called once for the same arguments; who asks meanwhile waits for its result."""
+    """`work`, but run only once for the same arguments. Other threads wait for the result."""
     results, locks = cache(work), defaultdict(threading.Lock)
 
     def ask(*args):
@@ -41,7 +40,7 @@ def once(work):
     return ask
 
 def command(script, *args):
-    """Runs a script of this project on one thread, once a core is free. What it printed."""
+    """Waits for a free core, runs a script of this project on one thread, returns its output."""
     script = ["-c", script] if "\n" in script else [str(ROOT / script)]
     line = [sys.executable, *script, *map(str, args)]
     with CORES:
@@ -58,8 +57,8 @@ def command(script, *args):
 
 # ------------------------------------------------------------------------------------------ runs
 
-# Flags of train.py; the run whose BATCH-TOME and memory this one starts from (--from). The learning
-# rates of the baselines are the best by dev (tests/README.md). TOME-2 is in TOME-1's folder.
+# For each run: flags of train.py, and the run whose BATCH-TOME and memory it reuses (--from). The
+# baselines' learning rates were chosen on dev files (tests/README.md). TOME-2 uses TOME-1's folder.
 RUNS = {
     "no-memory": ("--memory none --lr 6e-3", None),
     "entities-as-experts": ("--memory entities --lr 6e-3", None),
@@ -74,7 +73,7 @@ RUNS = {
     "from-scratch": ("--start scratch", "tome-1"),
     "all-entities": ("--corpus {out}/world-{seed}/corpus.jsonl", None)}
 
-# train.py, with the coreference loss on the last layer alone, as in the paper.
+# train.py with the coreference loss on the last layer only, as in the paper.
 LAST_LAYER = """
 import sys, train
 forward = train.BatchTOME.forward
@@ -85,7 +84,7 @@ train.BatchTOME.forward = without_H0
 sys.exit(train.main())
 """
 
-# train.py, with fit_retrieval's queries fitted to the mean key of their entity.
+# train.py, except that fit_retrieval fits each query to the mean key of its entity.
 LABELLED_FIT = """
 import sys, tome, train
 spans, fit_keys, entities = tome.linked_spans, tome.fit_keys, []
@@ -110,13 +109,13 @@ def evaluate(folder, *args):
     return json.loads(command("eval.py", "--json", "--out", folder, *args))
 
 def train(folder, *args, script="train.py"):
-    """train.py; what was finished is not done again."""
+    """Runs train.py, which skips finished stages. Returns the run folder."""
     command(script, "--quiet", "--out", folder, *args)
     return Path(folder)
 
 @once
 def world(out, seed):
-    """The toy world's examples; and its corpus, but with nothing of the second world held out."""
+    """A folder with the toy world's examples, and its corpus without the second world held out."""
     folder = out / f"world-{seed}"
     lines, examples = data.toy_world(seed)
     seen = {line["title"] for line in lines if line["split"] == "train"}
@@ -128,8 +127,8 @@ def world(out, seed):
 
 @once
 def pretrained(out, name, seed):
-    """The folder of a run when stage tome is finished."""
-    world(out, seed)                            # of all-entities
+    """The folder of a run, once its stage tome is finished."""
+    world(out, seed)                            # the corpus of all-entities
     if name == "tome-2":
         return train(pretrained(out, "tome-1", seed), "--stage", "tome", *blocks(name))
     flags, base = RUNS[name]
@@ -142,8 +141,9 @@ def pretrained(out, name, seed):
 
 @once
 def finetuned(out, name, seed, task, hops):
-    """The folder of a run fine-tuned on examples about one fact, or about one and two. TOME-2, the
-    baselines and all runs on two facts have the steps of TOME-2, the other runs fewer."""
+    """The folder of a run fine-tuned on examples about one fact (`hops` ONE), or on those about one
+    and two facts (TWO). TOME-2, the baselines and all runs on two facts take as many steps as
+    TOME-2 does by default; other runs take fewer."""
     base, examples = pretrained(out, name, seed), f"{task}.{'both' if hops == TWO else hops}"
     is_long = hops == TWO or name in ("tome-2", "no-memory", "entities-as-experts")
     schedules = training.PRESETS["toy"]["schedule"]
@@ -153,11 +153,12 @@ def finetuned(out, name, seed, task, hops):
                  world(out, seed) / f"{examples}.train.jsonl")
 
 # ---------------------------------------------------------------------------------------- tables
-# A table is a list of rows: a label, then cells. A cell is a call, (function, argument, …), a text,
-# or a figure of the paper. seeds: those of claims, questions and recall; the others have seed 0.
+# A table is a list of rows. A row is a label, followed by cells. A cell is a call (function,
+# argument, …), a text, or one of the paper's figures. The argument `seeds` is used by the tables
+# claims, questions and recall; all other tables use seed 0.
 
 def figure(out, name, seeds, task, hops, kind, key, *flags):
-    """One figure of a fine-tuned run: a list of its values, one for each seed."""
+    """A figure of a fine-tuned run, as a list with its value for each seed."""
     cells = [evaluate(finetuned(out, name, seed, task, hops), "--task", task, *blocks(name),
                       *flags)[task][hops] for seed in seeds]
     return [cell[kind][key] for cell in cells if key in cell[kind]]
@@ -187,7 +188,7 @@ def recall(out, seeds):
     return rows
 
 def sizes(out, seeds):
-    """Figure 2: fine-tuned with the whole memory, evaluated with a part of it."""
+    """Figure 2: models fine-tuned with the whole memory and evaluated with a part of it."""
     rows = [["fraction of the memory", "claims: seen", "unseen", "questions: seen", "unseen"]]
     for share in (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
         rows.append([f"{share:.0%}", *(
@@ -196,7 +197,7 @@ def sizes(out, seeds):
     return rows
 
 def unseen(out, seeds):
-    """Table 5. all-entities has a corpus of its own, so the tests are given as files."""
+    """Table 5. The run all-entities has its own corpus, so test examples are passed as files."""
     def accuracy(name, task):
         tests = world(out, 0) / f"{task}.one_hop.unseen.jsonl"
         folder = finetuned(out, name, 0, task, ONE)
@@ -205,7 +206,7 @@ def unseen(out, seeds):
     return [["entities of the second world", "claims", "questions", "paper: TriviaQA", "CWQ"],
             ["only in the memory of the evaluation", (accuracy, "tome-1", "claims"),
              (accuracy, "tome-1", "qa"), 17.6, 16.7],
-            ["in training too", (accuracy, "all-entities", "claims"),
+            ["in training as well", (accuracy, "all-entities", "claims"),
              (accuracy, "all-entities", "qa"), 17.4, 16.4]]
 
 def ablation(heads, runs, out, seeds):
@@ -218,8 +219,8 @@ def ablation(heads, runs, out, seeds):
     return rows
 
 def labels(out, seeds):
-    """What each use of entity labels is worth. The paper: .55 and .41 of the attention of visible
-    mentions from MLM alone, at the end of batch-tome and of tome."""
+    """What each use of entity labels is worth. In the paper, MLM alone gives visible mentions an
+    attention of .55 at the end of batch-tome, and .41 at the end of tome."""
     def attention(name, key, kind):
         return [evaluate(pretrained(out, name, 0))["same_entity_mass"][kind][key]]
 
@@ -238,7 +239,7 @@ def labels(out, seeds):
     return rows
 
 def retrieved(out, seeds):
-    """Attention on the same entity, and on the facts that decide a claim."""
+    """Attention to memories of the same entity, and to the facts that decide a claim."""
     def mass(name, stage, key):
         log = (pretrained(out, name, 0) / "log.jsonl").read_text().splitlines()
         return [[r for r in map(json.loads, log) if r["stage"] == stage][-1]["seen"][key]]
@@ -268,8 +269,8 @@ def retrieved(out, seeds):
 
 @torch.no_grad()
 def deciding(run, tome, memory, examples):
-    """{(layer, n): share of claims where the best memory of a mention, in that layer, is in a
-    passage that states the n-th fact: that links its subject and its object}."""
+    """{(layer, n): the share of claims for which, in this layer, the best memory of some mention is
+    in a passage that states the n-th fact, that is, links its subject and its object}."""
     index, hits = run.corpus.entity_index, defaultdict(list)
     for example in examples:
         batch = training.examples_batch(run, "claims", [example]).to(run.device)
@@ -284,8 +285,8 @@ def deciding(run, tome, memory, examples):
                 hits[layer, n].append(any(entities.issuperset(fact) for entities in linked))
     return {cell: float(np.mean(values)) for cell, values in hits.items()}
 
-# Second names: more than string matching? Every entity of the toy world has one, which two passages
-# of its article introduce, and a quarter of its mentions elsewhere use it.
+# Does attention do more than match strings? Every entity of this toy world has a second name, which
+# two passages of its article introduce. A quarter of its mentions elsewhere use this name.
 
 FIRST_WORDS = """Azure Brisk Calm Daring Eager Fierce Gaudy Happy Icy Jolly Keen Lively Merry Nimble
  Odd Proud Quick Rusty Shy Tall Ugly Vain Weary Young Zesty Ample Bold Curly Dusty Early Fancy Giddy
@@ -297,8 +298,9 @@ LAST_WORDS = """Ant Badger Crow Duck Elk Ferret Goose Heron Ibis Jackal Koala Ly
  Lizard Mouse Parrot Sheep Shrimp Squid Stork Swan Tapir Turkey Walrus Whale""".split()
 
 def renamed(text, mentions, names_of):
-    """text and mentions, with mention i shown as the names_of(i) instead, or as it was if there are
-    none; two names are "Alma Verran, whom friends call Wise Otter,"."""
+    """The text and its mentions, after mention i has been replaced by names_of(i), a list of one or
+    two names (if it is empty, the mention stays as it was). Two names are written like this: "Alma
+    Verran, whom friends call Wise Otter,"."""
     new, result, at = "", [], 0
     for i, mention in enumerate(mentions):
         start, end = mention["start"], mention["end"]
@@ -314,8 +316,8 @@ def renamed(text, mentions, names_of):
 
 @once
 def second_names(out, seed=0):
-    """A folder with the toy world of second names, and {entity: second name}. Half of the training
-    questions ask by the second name; the tests are there twice, asked by the first and by it."""
+    """(a folder with the toy world of second names, {entity: second name}). Half of the training
+    questions use the second name. Every test question occurs twice, once with each name."""
     lines, examples = data.toy_world(seed)
     rng, folder = np.random.default_rng(seed), out / f"second-names-{seed}"
     entities = sorted({m["entity"] for line in lines for m in line["mentions"]})
@@ -350,10 +352,10 @@ def second_names(out, seed=0):
 
 @torch.no_grad()
 def attention_by_name(folder, second, n=1000):
-    """{(kind, name): mean attention of visible mentions that use that name on memories that call
-    their entity by its first name}, and with kind "… alone": without the passages where both names
-    stand, among them those that introduce the second. Where that leaves no other passage with the
-    first name, a mention does not count; nor do those that stand beside both names."""
+    """{(kind, name): the mean attention that visible mentions using this name give to memories that
+    use the first name of their entity}. For a kind "… alone", memories from passages that contain
+    both names (such as those that introduce the second name) are left out. Mentions in passages
+    with both names, and mentions without such a memory in another passage, are not counted."""
     run, tome, memory = training.open_run(folder)
     corpus, first = run.corpus, run.corpus.entity_names
     entity, everything, E = corpus.mention_entity, np.arange(len(corpus.mention_entity)), len(first)
@@ -416,10 +418,11 @@ def names(out, seeds):
                                 for kind in KINDS)])
     return rows
 
-# Appended text: persons whose names are new pairs of known words, and facts that changed.
+# Appended text is about persons whose names are new pairs of known words, or about changed facts.
 
 def appended(out, seeds):
-    """How many teachers are answered once text about them is in the memory, without training."""
+    """How many questions about teachers are answered correctly after text about them was appended
+    to the memory, without any training."""
     lines, _ = data.toy_world(0)
     known = {line["title"] for line in lines}
     rng = np.random.default_rng(5)
@@ -486,7 +489,7 @@ TABLES = {
 SEEDED = ("claims", "questions", "recall")
 
 def filled(tables):
-    """{name: rows} with what the calls in their cells return, all of them made at once."""
+    """{name: rows}, in which every call has been replaced by its result. All calls run at once."""
     cells = [cell for rows in tables.values() for row in rows for cell in row]
     calls = [cell for cell in cells if isinstance(cell, tuple)]
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
@@ -500,7 +503,7 @@ def print_table(title, rows):
         print(f"| {label:<42} |", *(f"{as_text(cell):<14} |" for cell in cells), flush=True)
 
 def as_text(cell):
-    """A list as mean ± standard deviation (n - 1: seeds are a sample); anything else as it is."""
+    """A list as mean ± standard deviation (with n - 1, since seeds are a sample), or str(cell)."""
     if not isinstance(cell, list):
         return str(cell)
     spread = f" ± {np.std(cell, ddof=1):.2f}" if len(cell) > 1 else ""
@@ -509,7 +512,8 @@ def as_text(cell):
 def main(argv=None):
     parser = argparse.ArgumentParser(description="The paper's tables in miniature.")
     parser.add_argument("table", choices=("all", *TABLES))
-    parser.add_argument("--seeds", type=int, default=1, help=f"of {', '.join(SEEDED)}")
+    parser.add_argument("--seeds", type=int, default=1,
+                        help=f"number of seeds for {', '.join(SEEDED)}")
     parser.add_argument("--out", type=lambda path: Path(path).absolute(), default="runs/tables")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -525,7 +529,7 @@ def main(argv=None):
     except (data.UserError, OSError) as error:
         return data.complain("tables.py", error)
     except KeyboardInterrupt:
-        print("tables.py: stopped; the same command continues from there", file=sys.stderr)
+        print("tables.py: stopped; run the same command again to continue", file=sys.stderr)
         return 130
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a process sends to others, counted at torch.distributed (test_ann.py, test_sharded.py)."""
+"""Counts the bytes that a process sends with torch.distributed (test_ann.py, test_sharded.py)."""
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ import torch.distributed as dist
 
 @contextmanager
 def counted():
-    """Counts the bytes that this process sends meanwhile, by purpose: "gather", "candidates",
-    "ids", "rows" and "gradients" (where an all-reduce counts once). Numbers of rows, losses and
-    backward passes are left out."""
+    """Counts the bytes that this process sends inside the `with` block, by purpose: "gather",
+    "candidates", "ids", "rows" and "gradients" (an all-reduce counts once). Row counts, losses and
+    backward passes are not counted."""
     sent, rank = Counter(), dist.get_rank() if dist.is_initialized() else 0
     before = dist.all_gather, dist.all_to_all_single, dist.all_reduce
 
     def all_gather(parts, x):
-        frame = sys._getframe(1)                                            # who asked AllGather?
+        frame = sys._getframe(1)                                        # the caller of AllGather
         while not frame.f_code.co_name.startswith("gather"):
             frame = frame.f_back
         if frame.f_code.co_name != "gather_counts":
