@@ -1,4 +1,4 @@
-"""ann.py against numpy: python -m pytest -q tests/test_ann.py"""
+"""Checks ann.py against numpy: python -m pytest -q tests/test_ann.py"""
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +16,19 @@ from traffic import counted
 ROOT = Path(__file__).resolve().parent.parent
 
 def small_integers(Q, N, d=16, n_passages=25, seed=0):
-    """Queries, keys and passages (-1: none) whose scores are exact in every dtype, many of them equal."""
+    """Queries, keys and passages (-1: none). Scores are exact in every dtype, with many ties."""
     rng = np.random.default_rng(seed)
     queries, keys = (rng.integers(-3, 4, (n, d)).astype(np.float32) for n in (Q, N))
     passages = (rng.integers(-1, n_passages, n) for n in (Q, N))
     return tuple(torch.from_numpy(x) for x in (queries, keys, *passages))
 
 def random_numbers(Q, N, d=8):
-    """Queries and keys whose scores are all different, and passages."""
+    """Queries and keys without ties between their scores, and passages."""
     generator = torch.Generator().manual_seed(0)
     return *(torch.randn(n, d, generator=generator) for n in (Q, N)), *small_integers(Q, N)[2:]
 
 def brute_force(queries, keys, k, query_passage=None, key_passage=None):
-    """Full sort of every score that is finite in float32, computed in float64; equal scores by rising id."""
+    """The k best (scores, ids) by a full float64 sort, ties by ascending id. Omits scores not finite in float32."""
     scores = queries.double().numpy() @ keys.double().numpy().T
     scores[~(np.abs(scores) < 3.4e38)] = -np.inf
     if query_passage is not None:
@@ -57,12 +57,12 @@ def test_exact_topk_is_a_full_sort_with_equal_scores_by_rising_id(make, Q, N, k)
           brute_force(queries, keys, k, query_passage, key_passage))
 
 class AsOnGpu(torch.Tensor):
-    """A tensor on the CPU for which exact_topk takes its path for GPUs."""
+    """A CPU tensor for which exact_topk takes its GPU path."""
     is_cuda = True
 
 @pytest.mark.parametrize("Q, N, k", [(7, 50, 5), (3, 4, 9), (30, 9000, 128), (5, 1300, 1300)])
 def test_the_path_for_gpus_finds_what_a_full_sort_finds(Q, N, k, monkeypatch):
-    """Without a GPU this shows that the ids are right, also with ties and in several tiles; not that it is fast."""
+    """Checks scores and ids, but not speed, on a CPU, with ties, NaN keys, and one or several tiles."""
     queries, keys, query_passage, key_passage = small_integers(Q, N)
     keys[::7] = torch.nan
     expected = brute_force(queries, keys, k, query_passage, key_passage)
@@ -73,7 +73,7 @@ def test_the_path_for_gpus_finds_what_a_full_sort_finds(Q, N, k, monkeypatch):
 
 @pytest.mark.parametrize("order", ["as made", "rising", "falling", "all equal", "all zero", "huge"])
 def test_one_tile_or_several_find_the_best_in_any_order_of_the_keys(order, monkeypatch):
-    """In falling order the k best are in the first tile, so that the bar guessed from it is too high."""
+    """Covers falling order, where the k best are in the first tile and the bar guessed from that tile is too high."""
     queries, keys, query_passage, key_passage = small_integers(30, 20000)
     rising = keys[keys.sum(1).argsort()]
     keys = {"as made": keys, "rising": rising, "falling": rising.flip(0), "all equal": torch.ones_like(keys),
@@ -89,7 +89,7 @@ def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
     queries, keys, _, _ = small_integers(20, 10000)
     key_passage = torch.full((10000,), 7)
     key_passage[brute_force(queries, keys, 20)[1][0]] = 3
-    # All of query 0's best are its own passage's; nearly all keys are; all are.
+    # The queries' passage contains query 0's 20 best keys, then nearly all keys, then all keys.
     for own, key_passage in ((3, key_passage), (7, key_passage), (7, torch.full((10000,), 7))):
         passage = torch.full((20,), own)
         expected = brute_force(queries, keys, 20, passage, key_passage)
@@ -102,12 +102,12 @@ def test_own_passage_never_takes_a_slot_and_nothing_allowed_is_minus_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_scores_that_are_not_finite_count_as_not_there(N, dtype):
     queries, keys, query_passage, key_passage = small_integers(20, N)
-    queries[11] = torch.nan                             # finds nothing, and disturbs nobody
+    queries[11] = torch.nan                             # finds nothing, and does not affect other queries
     bad = torch.randperm(N, generator=torch.Generator().manual_seed(0))[:N // 10].split(3)
     keys = keys * 1000 if dtype == torch.float32 else keys
     for i, rows in enumerate(bad):
         keys[rows, i % 16] = [torch.nan, torch.inf, -torch.inf, 3e38][i % 4]
-    keys = keys.to(dtype)                               # 3e38 overflows in float16, or in the product
+    keys = keys.to(dtype)                               # 3e38 overflows here (float16) or in the dot product (float32)
     expected = brute_force(queries, keys, 30, query_passage, key_passage)
     index = ann.BucketedIndex(keys, 8, key_passage)
     for found in (ann.plain_topk(queries, keys, 30, query_passage, key_passage),
@@ -145,7 +145,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.slow
 def test_a_search_holds_a_tile_and_not_queries_times_keys(tmp_path):
-    """200,000 fp16 keys from disk are 51 MB, as float32 102 MB, their scores with 256 queries 205 MB."""
+    """Peak RAM grows by less than 120 MB. The keys take 51 MB on disk (102 MB in float32), all scores 205 MB."""
     rng = np.random.default_rng(0)
     np.save(tmp_path / "keys.npy", rng.standard_normal((200000, 128), dtype=np.float32).astype(np.float16))
     grown = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "keys.npy"], cwd=ROOT, check=True,
@@ -163,7 +163,7 @@ def test_kmeans_gives_the_golden_arrays():
         assert np.array_equal(assignment.numpy(), golden[f"{case}/assignments"])
     assert np.array_equal(ann.nearest(points, init)[1].numpy(), golden["initial/assignments"])
     assert np.allclose(ann.nearest(points, init)[0].sqrt().numpy(), golden["initial/min_dist"], atol=1e-4)
-    # where the reference lets a cluster stay empty, a zero vector, ours is filled
+    # The reference leaves a cluster empty, with a zero centroid; ours fills it.
     init = torch.from_numpy(golden["empty_cluster/in_init_centroids"])
     theirs = golden["empty_cluster/centroids_after_one_step"]
     ours = ann.kmeans(points, init, 1)[0].numpy()
@@ -203,7 +203,7 @@ def test_a_few_buckets_hold_exactly_their_keys():
 
 def test_where_many_keys_are_equal_no_bucket_that_is_searched_is_empty():
     keys = torch.eye(3).repeat_interleave(8, 0)
-    index = ann.BucketedIndex(keys, 10)             # of 24 keys only 3 differ
+    index = ann.BucketedIndex(keys, 10)             # only 3 of the 24 keys are distinct
     for query in range(3):
         ids = index.search(keys[8 * query:8 * query + 1], 8, 1)[1]
         assert ids[0].tolist() == list(range(8 * query, 8 * query + 8))
@@ -213,7 +213,7 @@ def test_buckets_of_a_clustered_memory_find_most_of_the_best():
     entity = torch.randn(200, 32, generator=generator)
     keys = entity[torch.randint(200, (20000,), generator=generator)]
     keys = keys + 0.5 * torch.randn(20000, 32, generator=generator)
-    keys *= 1 + torch.rand(20000, 1, generator=generator)       # lengths differ, as those of real keys do
+    keys *= 1 + torch.rand(20000, 1, generator=generator)       # lengths differ, as for real keys
     queries = entity[:100] + 0.3 * torch.randn(100, 32, generator=generator)
     index = ann.BucketedIndex(keys, 64)
     exact = ann.exact_topk(queries, keys, 20)[1]
@@ -223,7 +223,7 @@ def test_buckets_of_a_clustered_memory_find_most_of_the_best():
 # ---- several processes
 
 SHARDS = {1: [0, 500], 2: [0, 137, 500], 4: [0, 0, 137, 140, 500]}      # uneven, one empty, one smaller than k
-QUERIES = {1: [0, 40], 2: [0, 40, 40], 4: [0, 7, 7, 39, 40]}                # uneven, some have none
+QUERIES = {1: [0, 40], 2: [0, 40, 40], 4: [0, 7, 7, 39, 40]}                # uneven, some processes have none
 
 def one_of_many(rank, size, file):
     torch.set_num_threads(1)
@@ -240,10 +240,10 @@ def one_of_many(rank, size, file):
     def shards_best(k, k_shard):
         return ann.sharded_topk(search, queries[mine], k, k_shard, query_passage[mine], n_rows)
 
-    # k_shard = k: what one process finds in the whole memory
+    # k_shard = k: the result of one process that searches the whole memory
     scores, ids = shards_best(20, 20)
     check((scores, ids), brute_force(queries[mine], keys, 20, query_passage[mine], key_passage))
-    # k_shard < k: the best of the shards' best; without a second top-k all of them
+    # k_shard < k: the k best of all shards' 3 best, up to all 3 * size candidates
     parts = [brute_force(queries[mine], keys[s:e], 3, query_passage[mine], key_passage[s:e])
              for s, e in zip(SHARDS[size], SHARDS[size][1:])]
     parts_ids = np.concatenate([np.where(i < 0, i, i + s) for (_, i), s in zip(parts, SHARDS[size])], 1)
@@ -255,12 +255,12 @@ def one_of_many(rank, size, file):
     found = shards_best(3 * size + 1, 3)
     assert (found[1][:, -1] == -1).all() and np.array_equal(found[1][:, :-1].numpy(), expected[1])
 
-    # a memory's k_shard: so many that k come together, also where a process has few rows or none
+    # MentionMemory raises k_shard until the processes offer k rows, even if some have few rows or none
     memory = MentionMemory(keys[a:b], keys[a:b], key_passage[a:b], key_passage[a:b], torch.arange(a, b))
     found = memory.retrieve(queries[mine], query_passage[mine], 20, 2).ids
     assert (found >= 0).all() and all(len(set(row)) == 20 for row in found.tolist())
 
-    # fetch: rows of any dtype and shape; -1 is zeros; each chosen row travels once
+    # fetch: rows have any dtype and shape, id -1 gives zeros, and a process receives each chosen row only once
     ids = ids.clone()
     ids[:, 5] = -1
     tables = [keys[a:b].half(), keys[a:b], key_passage[a:b]]
@@ -270,7 +270,7 @@ def one_of_many(rank, size, file):
         expected = whole[ids.clamp(min=0)]
         expected[ids < 0] = 0
         assert rows.dtype == whole.dtype and torch.equal(rows, expected)
-    rows, = ann.fetch(torch.full((3, 2), -1), [keys[:0]])           # of an empty memory
+    rows, = ann.fetch(torch.full((3, 2), -1), [keys[:0]])           # from an empty memory
     assert rows.shape == (3, 2, 16) and not rows.any()
     if size > 1:
         wanted = [None] * size
@@ -284,7 +284,7 @@ def one_of_many(rank, size, file):
         assert sent["gather"] == max(queries_of) * (16 * 4 + 8) * (size - 1)
         assert sent["candidates"] == (40 - queries_of[rank]) * 2 * (4 + 8)
 
-    # gather: the whole batch's loss on every process, divided by their number, has the gradients of one process
+    # gather: the loss of the whole batch, divided by size on each process, gives the gradients of one process
     x = torch.linspace(-1, 1, 40 * 3).view(40, 3)
     weight = torch.linspace(0, 2, 40)[:, None]
     whole = x.clone().requires_grad_()
@@ -300,7 +300,7 @@ def one_of_many(rank, size, file):
 
 @pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_shards_and_queries_of_uneven_processes_give_what_one_process_gives(size, tmp_path, monkeypatch):
-    if size == 1:               # without a process group, and the queries take turns
+    if size == 1:               # no process group; queries are searched 16 at a time
         monkeypatch.setattr(ann, "QUERIES", 16)
         one_of_many(0, 1, tmp_path / "init")
     else:

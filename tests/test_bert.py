@@ -1,6 +1,6 @@
-"""Reading BERT checkpoints as they are published, and starting from one.   python -m pytest tests/test_bert.py
+"""Reading published BERT checkpoints, and starting training from one.   python -m pytest tests/test_bert.py
 
-    TOME_BERT=FOLDER python -m pytest tests/test_bert.py      # compares a real one with transformers, if installed
+    TOME_BERT=FOLDER python -m pytest tests/test_bert.py      # compares a real BERT with transformers, if installed
 """
 import io
 import json
@@ -35,9 +35,9 @@ DIMS = {"vocab_size": len(VOCAB), "hidden_size": 12, "num_hidden_layers": 3, "nu
 # ---------------------------------------------------------------- a second implementation of BERT
 
 def random_bert(dims=DIMS, mlm=True, seed=0):
-    """Tensors under their published names, without prefix. Their numbers also exist in half precision."""
+    """{published name without prefix: random tensor}. Half precision represents the values exactly."""
     g, d, f, v = torch.Generator().manual_seed(seed), dims["hidden_size"], dims["intermediate_size"], dims["vocab_size"]
-    shapes = {"embeddings.LayerNorm": (d,), "pooler.dense": (d, d)}         # the pooler is published, but not used
+    shapes = {"embeddings.LayerNorm": (d,), "pooler.dense": (d, d)}         # the pooler is published but not used
     for i in range(dims["num_hidden_layers"]):
         p = f"encoder.layer.{i}."
         shapes |= {f"{p}attention.self.{name}": (d, d) for name in ("query", "key", "value")}
@@ -56,7 +56,7 @@ def random_bert(dims=DIMS, mlm=True, seed=0):
     return {name: tensor.half().float() for name, tensor in w.items()}
 
 def bert_forward(w, tokens, mask, dims=DIMS):
-    """Hidden states after the embeddings and after each layer, and MLM logits, by PyTorch's own layers."""
+    """(hidden states after the embeddings and each layer, MLM logits or None), by PyTorch's own layers."""
     d, n_heads, n_inner = (dims[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
     gelu = torch.nn.GELU("tanh" if dims["hidden_act"] == "gelu_new" else "none")
     published = {"self_attn.out_proj": "attention.output.dense", "norm1": "attention.output.LayerNorm",
@@ -82,7 +82,7 @@ def bert_forward(w, tokens, mask, dims=DIMS):
     return states, F.linear(norm(gelu(x), "cls.predictions.transform"), word, w["cls.predictions.bias"])
 
 def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_names=False):
-    """Writes the folder of a BERT as it is published."""
+    """Writes a BERT to a folder in a published layout."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dims))
     (folder / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
@@ -100,7 +100,7 @@ def write_bert(folder, tensors=None, dims=DIMS, kind="bin", prefix="bert.", old_
     return folder
 
 def write_corpus(path):
-    """A few dozen passages about letters."""
+    """Writes 48 texts of random letters, each with three mentions."""
     rng, lines = np.random.default_rng(0), []
     for i in range(48):
         words = ["".join(rng.choice(list(LETTERS), 3)) for _ in range(6)]
@@ -114,19 +114,19 @@ def write_corpus(path):
     return path
 
 def command_from_bert(tmp_path, *words, **bert):
-    """A command on a corpus and from a BERT that are written here; its last two words are --init and the BERT."""
+    """Arguments of train.py that end in --init FOLDER. Also writes the corpus and the BERT that they name."""
     corpus, folder = write_corpus(tmp_path / "corpus.jsonl"), write_bert(tmp_path / "bert", **bert)
     return [*words, "--corpus", str(corpus), "--out", str(tmp_path / "run"), "--init", str(folder)]
 
 def read(folder):
-    """(TOME with the weights of that folder, the parts of BATCH-TOME that the folder lacks)."""
+    """(TOME with the weights in the folder, the parts of BATCH-TOME that the folder lacks)."""
     config, state, lacks, _ = read_published(folder, Config(dropout=0.0, n_upper=2))
     tome = TOME(config)
     tome.load_state_dict(part_of(state, "tome."), strict=False)
     return tome, lacks
 
 def difference(tome, states, tokens, mask):
-    """The largest difference to a BERT's hidden states: after the embeddings, the lower and the upper layers."""
+    """The largest differences from a BERT's hidden states after the embeddings, the lower and the upper layers."""
     H0 = tome.forward_initial(tokens, mask)
     ours = tome.embeddings(tokens), H0, tome.forward_blocks(H0, mask)[0]
     theirs = states[0], states[tome.config.n_initial], states[-1]
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_any_published_layout_gives_berts_hidden_states(tmp_path
         torch.testing.assert_close(tome.mlm_logits(H, mask), logits[mask], atol=2e-5, rtol=0)
 
 class Malicious:
-    """Unpickling it would create a folder."""
+    """An object that creates a folder when it is unpickled."""
     def __init__(self, path):
         self.path = str(path)
 
@@ -182,7 +182,7 @@ def saved(value):
     return file.getvalue()
 
 def in_two(folder):
-    """The tensors of the folder's pytorch_model.bin in two files and an index, as large models are published."""
+    """Splits the folder's pytorch_model.bin into two files and an index, as large models are published."""
     tensors, names = torch.load(folder / BIN), [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
     for i, name in enumerate(names):
         torch.save({key: tensors[key] for key in [*tensors][i::2]}, folder / name)
@@ -191,14 +191,14 @@ def in_two(folder):
     (folder / BIN).unlink()
 
 def edit_bin(change):
-    """Rewrites the folder's pytorch_model.bin as change(tensors)."""
+    """An edit that replaces the tensors in a folder's pytorch_model.bin with change(tensors)."""
     return lambda folder: torch.save(change(torch.load(folder / BIN)), folder / BIN)
 
 def having(name, tensor):
     return edit_bin(lambda tensors: tensors | {"bert." + name: tensor})
 
 def lacking(part):
-    """The weights without the tensors whose name contains this."""
+    """An edit that removes the tensors whose names contain `part`."""
     return edit_bin(lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name})
 
 def rename(change):
@@ -208,7 +208,7 @@ def sparse(tensors):
     return {name: x.to_sparse() if "output.dense.weight" in name else x for name, x in tensors.items()}
 
 def with_copies(tensors):
-    """As some versions of transformers save a head: tied word embeddings again, and the bias under another name."""
+    """Stores the MLM head as some versions of transformers do: the tied embeddings are copied, the bias is renamed."""
     bias = tensors.pop("cls.predictions.bias")
     return tensors | {"cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"],
                       "cls.predictions.decoder.bias": bias}
@@ -233,7 +233,7 @@ def test_a_bert_stored_in_another_form_gives_the_same_weights(tmp_path, otherwis
     assert (again[0], *again[2:]) == (config, lacks, unused) and unused == ["pooler"]
     assert state.keys() == again[1].keys()
     for name, tensor in state.items():
-        torch.testing.assert_close(again[1][name], tensor, atol=0, rtol=0)      # of the same type, float32
+        torch.testing.assert_close(again[1][name], tensor, atol=0, rtol=0)      # also checks the dtype, float32
 
 def test_unused_tensors_are_named(tmp_path):
     folder = write_bert(tmp_path)
@@ -272,14 +272,14 @@ def test_the_vocabulary_decides_whether_capitals_and_accents_are_kept(tmp_path):
     spelled = ["z", "##u", "##r", "##i", "##c", "##h"]
     plain = tokens(vocabulary(tmp_path), text)
     assert plain == ["p", "##a", "##r", "##i", "##s", *spelled, "a", "##b"]
-    assert tokens(vocabulary(tmp_path, *CASED), text) == ["Paris", "[UNK]", "a", "##b"]        # no word has this accent
+    assert tokens(vocabulary(tmp_path, *CASED), text) == ["Paris", "[UNK]", "a", "##b"]        # no entry contains ü
     assert tokens(vocabulary(tmp_path, *ACCENTS), text) == ["p", "##a", "##r", "##i", "##s", "z\u00fcrich", "a", "##b"]
     assert tokens(vocabulary(tmp_path, *CASED, *ACCENTS, "Z\u00fcrich"), text) == ["Paris", "Z\u00fcrich", "a", "##b"]
     stray = vocabulary(tmp_path, *(f"w{i}" for i in range(2000)), "I", "\u00fc")              # as in the Chinese BERT
     assert tokens(stray, text) == plain
 
 def test_a_vocabulary_trained_here_is_read_back_as_lower_case_without_accents(tmp_path):
-    """In any script: Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, letters without a lower case."""
+    """Covers Greek, Russian, Turkish, Hindi, Arabic, Korean, Vietnamese, and letters that have no lower case."""
     texts = ["\u1f08\u03b8\u03ae\u03bd\u03b1\u03b9 \u0419\u043e\u0448\u043a\u0430\u0440 \u0130stanbul "
              "\u0939\u093f\u0902\u0926\u0940 \u0645\u064e\u0643\u0651\u0629 \ud55c\uad6d Vi\u1ec7t \u10d7\u10d1 "
              "\u2160 \u212b \u1e9e \u01c5"]
@@ -297,7 +297,7 @@ def test_empty_and_repeated_lines_of_a_vocabulary_keep_their_numbers_and_the_las
     assert corpus.vocab_size == len(VOCAB) + 5 and corpus.tokenizer.get_vocab() == tokenizer.get_vocab()
 
 def fast(folder, edit=lambda tokenizer: None, words=VOCAB, **normalizer):
-    """Writes the folder's tokenizer.json, as the library `tokenizers` makes it for a BERT."""
+    """Writes the folder's tokenizer.json as the library `tokenizers` saves it for a BERT."""
     numbers = {word: i for i, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(numbers, unk_token="[UNK]"))
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**normalizer)
@@ -358,7 +358,7 @@ def test_the_preset_decides_how_many_of_berts_layers_are_above_the_memory(tmp_pa
 
 def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(tmp_path, monkeypatch):
     """Four steps with memory_from .5, interrupted and resumed after the third. The memory is used from the third step
-    on, and the query and key layers are set just before it."""
+    on, and fit_retrieval sets the query and key layers just before that step."""
     monkeypatch.setitem(train.PRESETS, "toy", {**train.PRESETS["toy"], "memory_from": 0.5, "cluster": 8, "log_every": 9,
                                                "save_every": 1, "eval_mentions": 4})
     command = command_from_bert(tmp_path, "--stage", "batch-tome", "--steps", "4", "--batch", "8")
@@ -385,7 +385,7 @@ def test_a_bert_first_learns_markers_without_the_memory_and_is_then_fitted_once(
     assert train.main(command) == 130
     monkeypatch.setattr(torch, "save", save)
     assert train.main(command) == 0
-    assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the third step is repeated
+    assert len(asked) == 2 + 2 + 3 and fitted == [(4, True)]      # the fourth step is repeated
 
 def test_a_corpus_cannot_be_rebuilt_without_the_vocabulary_of_its_bert(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(train.PRESETS, "toy", train.PRESETS["toy"] | {"cluster": 8, "log_every": 9, "eval_mentions": 4})
@@ -478,7 +478,7 @@ def test_a_truncated_safetensors_file_is_refused_in_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks, capsys):
-    """At step 0 it computes, without a memory, the same as that BERT. For TOME-2 the BERT has no MLM head."""
+    """At step 0, TOME without a memory gives the BERT's hidden states. With two blocks, the BERT has no MLM head."""
     out, tensors = tmp_path / "run", random_bert(mlm=blocks == 1)
     words = "--stage batch-tome --preset mini --steps 2 --device cpu".split()
     assert train.main(command_from_bert(tmp_path, *words, tensors=tensors)) == 0
@@ -492,7 +492,7 @@ def test_init_starts_batch_tome_from_a_bert_with_its_vocabulary(tmp_path, blocks
     with torch.no_grad():
         tome = train.new_batch_tome(run, run.seed).tome.eval()
         assert max(difference(tome, bert_forward(tensors, tokens, mask)[0], tokens, mask)) < 1e-5
-    (tmp_path / "bert" / "config.json").unlink()             # once the stage is finished the folder is not needed
+    (tmp_path / "bert" / "config.json").unlink()             # a finished stage no longer needs the folder
     run = train.read_run(out, blocks).open()
     train.load_model(run, "batch-tome")
     assert (run.config.n_initial, run.config.n_upper, run.config.n_blocks) == (1, 2, blocks)
@@ -544,8 +544,8 @@ def test_the_base_preset_has_the_papers_220_million_parameters_and_takes_a_train
     assert [len(block.transformer.layers) for block in tome.blocks] == [[8], [4, 4]][n_blocks - 1]
     # "Consistent with retrieve-and-read, we count the parameters of the Mention Encoder and TOME, but not the size of
     # the non-trainable and sparsely accessed Mention Memory" (§4.2). After BATCH-TOME the Mention Encoder is frozen and
-    # TOME trains on, so each has its own BERT. The encoder adds two span layers. TOME adds its memory layers, the MLM
-    # head and the span layer of entity prediction. Tied embeddings count once, and the heads of tasks do not count.
+    # TOME keeps training, so each has its own BERT. The encoder adds two span layers. TOME adds its memory layers, the
+    # MLM head and the span layer for entity prediction. Tied embeddings count once, and task heads do not count.
     in_encoder = n_parameters(tome.embeddings, tome.initial, *(block.transformer for block in tome.blocks),
                               encoder.key, encoder.value)
     in_tome = n_parameters(tome) - n_parameters(tome.claim)

@@ -148,7 +148,7 @@ def run(capsys):
     return run
 
 def test_an_input_file_is_never_overwritten(tmp_path, run):
-    names = "corpus.jsonl", "claims.jsonl", "new.jsonl.tmp"     # write_file's name for what becomes new.jsonl
+    names = "corpus.jsonl", "claims.jsonl", "new.jsonl.tmp"     # write_file's temporary name for new.jsonl
     corpus, claims, temporary = inputs = [write(tmp_path / name, [GOOD]) for name in names]
     (tmp_path / "other.jsonl").symlink_to(claims)
     before = [path.read_bytes() for path in inputs]
@@ -256,7 +256,7 @@ def test_a_file_is_linked_or_copied_over_what_a_killed_command_left(tmp_path, mo
     target.write_text("wh")
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
-    for _ in range(2):                      # the second time, over a whole target
+    for _ in range(2):                      # the second time, over a complete target
         data.link(source, target)
         assert target.read_text() == source.read_text() == "whole"
         assert target.samefile(source) == links
@@ -288,10 +288,10 @@ def test_a_small_corpus_keeps_each_word_whole_and_spells_new_ones():
     assert MASK not in tokenizer.encode("[MASK] [E_start] [SEP]", add_special_tokens=False).tokens
     many = " ".join(one + other for one in WORDS for other in WORDS)
     assert data.train_tokenizer([many], 200).get_vocab_size() <= 200                # no room for every word
-    han = [chr(0x4e00 + n) for n in range(1500)]                                    # every one is a word
-    several = data.train_tokenizer([" ".join(han), many], 1800)                     # many: no room for every word
+    han = [chr(0x4e00 + n) for n in range(1500)]                                    # each is a word
+    several = data.train_tokenizer([" ".join(han), many], 1800)                     # no room for every word of `many`
     assert several.get_vocab_size() <= 1800 and UNK not in several.encode("".join(han)).tokens
-    assert data.train_tokenizer(["x" * 300_000, "Rome"], 500).get_vocab().keys() >= {"rome"}       # in no time
+    assert data.train_tokenizer(["x" * 300_000, "Rome"], 500).get_vocab().keys() >= {"rome"}       # quickly
 
 SCRIPTS = {"greek": (0x3b1, 24), "russian": (0x430, 32), "arabic": (0x627, 30), "hindi": (0x905, 50),
            "chinese": (0x4e00, 900), "korean": (0xac00, 700), "latin": (0x61, 20)}
@@ -303,7 +303,7 @@ for start, n in {[*SCRIPTS.values()]}:
     print(json.dumps(sorted(data.train_tokenizer(texts, 500).get_vocab().items())))"""
 
 def test_every_process_makes_the_same_vocabulary_from_the_same_texts():
-    """The trainer of the library numbers its merges in a different order each time."""
+    """The library's own trainer numbers its merges in a different order each time."""
     made = [subprocess.run([sys.executable, "-c", TRAIN], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                            check=True).stdout.splitlines() for _ in range(3)]
     for script, first, *others in zip(SCRIPTS, *made, strict=True):
@@ -335,14 +335,14 @@ def pieces_of(text, mentions, passage_length=16, max_length=64):
 
 @pytest.mark.parametrize("mentions, expected, kept", [
     (((0, 1), (2, 3)), "( a ) ( b ) c d e", [0, 1]),                    # adjacent
-    (((8, 9), (0, 1)), "( a ) b c d ( e )", [1, 0]),                    # not in order, first and last
+    (((8, 9), (0, 1)), "( a ) b c d ( e )", [1, 0]),                    # not in text order; the first and last words
     (((0, 5), (2, 3)), "( a b c ) d e", [0]),                           # nested: the outer one
     (((0, 1), (0, 3), (0, 5)), "( a b c ) d e", [2]),                   # same start: the longest
     (((4, 5), (2, 5), (0, 5)), "( a b c ) d e", [2]),                   # same end: the longest
-    (((2, 5), (2, 5)), "a ( b c ) d e", [0]),                           # the same twice
+    (((2, 5), (2, 5)), "a ( b c ) d e", [0]),                           # the same span twice
     (((2, 7), (0, 5)), "( a b c ) d e", [1]),                           # crossing: the one that starts first
-    (((0, 3), (2, 7), (6, 9)), "( a b ) c ( d e )", [0, 2]),            # one that overlaps only a dropped one is kept
-    (((0, 5, None), (2, 3), (4, 9, None)), "a ( b ) ( c d e )", [1, 2]),        # linked, inside one that is not
+    (((0, 3), (2, 7), (6, 9)), "( a b ) c ( d e )", [0, 2]),            # overlaps only a dropped mention: kept
+    (((0, 5, None), (2, 3), (4, 9, None)), "a ( b ) ( c d e )", [1, 2]),        # linked mention inside an unlinked one
 ])
 def test_markers_surround_their_mention_and_a_mention_that_overlaps_an_earlier_one_is_dropped(mentions, expected, kept):
     texts, pieces, dropped = pieces_of("a b c d e", [Mention(a, b, *(entity or "x")) for a, b, *entity in mentions])
@@ -359,8 +359,8 @@ def test_a_mention_covers_the_words_it_touches_and_needs_one():
     assert dropped == {"without a token": 1}
 
 def naive_keep(spans, linked, passage_length, max_length):
-    """{reason: number of mentions dropped}, and the mentions that are kept: in the order linked first, then by
-    start, then longest first, each token range that fits into a passage and shares no token with one kept before."""
+    """({reason: number of mentions dropped}, the mentions kept). Tries linked mentions first, then earlier starts, then
+    longer spans. Keeps a mention if it fits into a passage and shares no token with a mention already kept."""
     dropped, left = Counter(), []
     for i in sorted(range(len(spans)), key=lambda i: (not linked[i], spans[i][0], -spans[i][1])):
         a, b = spans[i]
@@ -373,7 +373,7 @@ def naive_keep(spans, linked, passage_length, max_length):
     return dropped, sorted(left, key=lambda i: spans[i])
 
 def naive_cut(n, spans, passage_length, max_length):
-    """(start, end) of each passage: it ends as far away as it can without crossing a mention. spans: token ranges."""
+    """(start, end) of each passage, which ends as late as possible without cutting a mention. spans: token ranges."""
     cuts, start = [], 0
     while start < n:
         fits = [end for end in range(start + 1, n + 1)
@@ -460,18 +460,18 @@ def test_a_corpus_holds_what_plain_loops_find_and_holds_out_by_split_title_or_un
 # ---------------------------------------------------------------- masking and batches
 
 def spans_of(corpus, p):
-    """(start, end) of each mention of a passage, by its markers."""
+    """(start, end) of each mention in a passage: its markers' positions."""
     ids = corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
     return list(zip(*([i for i, t in enumerate(ids) if t == corpus.special[marker]] for marker in (E_START, E_END))))
 
 def naive_rows(corpus, passages):
-    """The token ids of each passage, and its mentions as (start, end, entity, number)."""
+    """The token ids of each passage, and the mentions of each passage as (start, end, entity, number)."""
     rows = [corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist() for p in passages]
     return rows, [[(*span, corpus.mention_entity[m], m)
                    for m, span in enumerate(spans_of(corpus, p), corpus.mention_first[p])] for p in passages]
 
 def owners(batch):
-    """The mention that contains each token to predict, -1 = none."""
+    """For each token to predict, the index of the mention that contains it, or -1."""
     mentions = list(zip(batch.row.tolist(), batch.start.tolist(), batch.end.tolist()))
     return [next((m for m, (row, start, end) in enumerate(mentions) if row == r and start < c < end), -1)
             for r, c in batch.is_target.nonzero().tolist()]
@@ -523,17 +523,17 @@ def test_masking_rates_and_replacements_and_the_option_to_mask_all_mentions_of_a
     for _ in range(30):
         batch = data.mask_batch(every, corpus, rng)
         in_mention = torch.tensor(owners(batch)) >= 0
-        assert len(set(owners(batch)) - {-1}) == 50                         # 20% of 250, exactly
+        assert len(set(owners(batch)) - {-1}) == 50                         # exactly 20% of 250
         got, was = batch.tokens[batch.is_target], batch.unmasked[batch.is_target]
         n.update(masks=int((got == corpus.special[MASK]).sum()), same=int((got == was).sum()), all=len(was),
                  other=int((~in_mention).sum()))
         assert not set(got.tolist()) & set(corpus.special.values()) - {corpus.special[MASK]}
-    outside = 30 - 6                                                        # of 30 words, 6 in mentions
+    outside = 30 - 6                                                        # 6 of the 30 words are in mentions
     assert abs(n["other"] / (30 * 50 * outside) - .1) < .006
     assert abs(n["masks"] / n["all"] - .8) < .02
     assert abs(n["same"] / n["all"] - (.1 + .1 / len(corpus.words))) < .015
     one = data.mask_batch(data.corpus_batch(corpus, np.arange(1)), corpus, rng, .01)
-    assert len(set(owners(one)) - {-1}) == 1                                # at least one if there are any
+    assert len(set(owners(one)) - {-1}) == 1                                # at least one mention, if there is any
 
 def test_mentions_beyond_the_limit_are_sampled_out_over_the_batch_and_keep_their_markers(corpus):
     passages = np.arange(60)
@@ -542,7 +542,7 @@ def test_mentions_beyond_the_limit_are_sampled_out_over_the_batch_and_keep_their
     for _ in range(200):
         batch = data.sample_mentions(every, 1, rng)
         assert len(batch.row) == 60 and torch.equal(batch.tokens, every.tokens)
-        kept = torch.isin(every.mention, batch.mention)         # in the order of the text
+        kept = torch.isin(every.mention, batch.mention)         # in text order
         assert all(torch.equal(getattr(batch, name), getattr(every, name)[kept]) for name in data.MENTIONS)
         counts.update(batch.mention.tolist())
     share = 200 * 60 / len(every.row)
@@ -554,7 +554,7 @@ def test_mentions_beyond_the_limit_are_sampled_out_over_the_batch_and_keep_their
     spans = zip(every.row.tolist(), every.start.tolist(), every.end.tolist())
     inside = {(row, c) for row, start, end in spans for c in range(start + 1, end)}
     single = {(r, c) for (r, c), m in zip(masked.is_target.nonzero().tolist(), owners(masked)) if m < 0}
-    assert single and not single & inside                   # nor is a token inside a mention that was sampled out
+    assert single and not single & inside                   # no token of a sampled-out mention is masked
 
 def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
     batch = data.mask_batch(data.corpus_batch(corpus, np.arange(21)), corpus, np.random.default_rng(4))
@@ -574,7 +574,7 @@ def test_parts_of_a_batch_hold_its_rows_renumbered(corpus):
             assert part.unmasked[part.is_target].tolist() == theirs
 
 def test_an_evaluation_row_hides_one_mention_and_nothing_else(corpus):
-    linked = np.flatnonzero(corpus.mention_entity)[:60]      # also several in one passage
+    linked = np.flatnonzero(corpus.mention_entity)[:60]      # some are in the same passage
     batch = data.eval_batch(corpus, linked)
     for r, m in enumerate(linked):
         p = max(p for p in range(len(corpus.article)) if corpus.mention_first[p] <= m)
@@ -612,7 +612,7 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
     for p in allowed:
         left[corpus.article[p]].append(p)
         sets[corpus.article[p]] |= set(corpus.passage_entities(p).tolist()) - {0}
-    for cluster in clusters:                                                # each choice is a best one
+    for cluster in clusters:                                                # each choice is one of the best
         joined, order = set(), list(dict.fromkeys(corpus.article[cluster].tolist()))
         assert len(left[order[0]]) == max(map(len, left.values()))
         for i, article in enumerate(order):
@@ -622,11 +622,11 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
                 met = {word for a in order[:i] for word in corpus.titles[a].split()}
                 alike = {a for a in best if met & set(corpus.titles[a].split())}
                 assert article in (alike or best) or not max(jaccard.values())
-                n_unrelated += not max(jaccard.values())            # they still fill the cluster
+                n_unrelated += not max(jaccard.values())            # unrelated articles still fill the cluster
             mine = [p for p in cluster if corpus.article[p] == article]
             assert mine == left[article][:len(mine)]
             left[article] = left[article][len(mine):]
-            assert not left[article] or article == order[-1]                # only the last may not fit
+            assert not left[article] or article == order[-1]                # only the last may be split
             joined |= sets[article]
     assert n_unrelated
     again = data.related_clusters(corpus, size, seed, allowed)
@@ -635,7 +635,7 @@ def test_clusters_follow_the_naive_greedy_of_the_appendix(tmp_path, size, seed):
     assert any(not np.array_equal(a, b) for a, b in zip(clusters, other))   # ties are broken differently
 
 def test_ties_between_related_articles_go_to_a_title_that_shares_a_word_with_the_cluster(tmp_path):
-    """Twelve articles link the same entity. Three titles each share their first word, F0 to F3."""
+    """Twelve articles link the same entity. Each first word, F0 to F3, is shared by three titles."""
     records = [line("a", (0, 1, "E"), title=f"F{a % 4} L{a}") for a in range(12)]
     corpus, _ = build(tmp_path, records)
     for seed in range(3):
@@ -643,14 +643,14 @@ def test_ties_between_related_articles_go_to_a_title_that_shares_a_word_with_the
         assert sorted(sorted(a % 4 for a in c.tolist()) for c in clusters) == [[n] * 3 for n in range(4)]
 
 def test_articles_beyond_one_pool_form_random_pools_and_unfilled_clusters_are_pooled_again(tmp_path, monkeypatch):
-    """50 articles of 3 passages, ten of which link each entity; pools of at most 20."""
+    """Pools have at most 20 of 50 articles. Each article has 3 passages, and ten articles link each entity."""
     corpus, _ = build(tmp_path, [line(text, (0, 1, f"E{a % 5}"), title=f"A{a}") for a in range(50) for text in "abc"])
     monkeypatch.setattr(data, "POOL", 20)
     found = [data.related_clusters(corpus, 8, seed, np.arange(150)) for seed in (0, 0, 1)]
     for clusters in found:
         assert sorted(np.concatenate(clusters).tolist()) == list(range(150))
         assert [len(c) for c in clusters] == [8] * 18 + [6]
-    # A cluster consists of related articles. In a random one, 1.6 of 8 passages would link the same entity.
+    # Clusters consist of related articles. In a random cluster, 1.6 of 8 passages would link a given entity.
     assert np.mean([np.bincount(corpus.article[c] % 5).max() for c in found[0]]) > 5
     same, other = ([np.array_equal(a, b) for a, b in zip(found[0], clusters)] for clusters in found[1:])
     assert all(same) and not any(other)
@@ -700,7 +700,7 @@ SIGNS = [("O’Brien", "O'Brien"), ("O'Brien", "O’Brien"), ("Oʼbrien", "O‘B
 @pytest.mark.parametrize("marked, names, found", [
     ("In [new york city], not New Yorkers; [York]. [st. john's] [Mercury] and [ÎLE DE FRANCE]", NAMES,
      ["New_York_City", "York", "St._John's", "Mercury_(planet)", "Île_de_France"]),
-    ("on [Mercury]", ["Mercury_(planet)", "Mercury", "mercury"], ["Mercury"]),              # no bracket: first
+    ("on [Mercury]", ["Mercury_(planet)", "Mercury", "mercury"], ["Mercury"]),              # the first without (…)
     ("[İzmir], 4", ["İzmir"], ["İzmir"]), ("to [Ob_1]", ["Ob_1"], ["Ob_1"]), ("[राम]", ["राम"], ["राम"]),
     ("[Zoe\u0308] sang", ["Zo\u00eb"], ["Zo\u00eb"]), ("a [Cafe\u0301]", ["Cafe\u0301"], ["Cafe\u0301"]),
     ("Cafe\u0301s", ["Cafe"], []), ("रामायण", ["राम"], []), ("nothing", [], []), ("", NAMES, []),
@@ -720,7 +720,7 @@ def test_a_long_name_is_found_in_linear_time():
     names = data.name_index([" ".join(words), *(" ".join(words[i:i + 3]) for i in range(990))])
     start = time.process_time()
     found = data.find_mentions(" ".join(words[:999] + ["x"] + words), names)
-    assert time.process_time() - start < 2                  # it took 17 s
+    assert time.process_time() - start < 2                  # an earlier version took 17 s
     assert len(found) == 330 + 1 and found[-1].entity == " ".join(words)
 
 @pytest.mark.parametrize("text", [
@@ -747,7 +747,7 @@ def example(text, mentions=(), answers=(), label=None):
     return data.Example(text, [Mention(*mention) for mention in mentions], label, list(answers), {})
 
 def batch_and_words(examples, task, **options):
-    """The batch of some examples, and its rows as text, with "(" and ")" for markers."""
+    """The batch of the examples, and its rows as text, where "(" and ")" are the markers."""
     tokenizer = data.train_tokenizer(["where was alma verran born ?"], 99)
     index = {"": 0, "Alma Verran": 1, "Port Ellin": 2}
     batch = data.example_batch(examples, task, tokenizer, index, **options)
@@ -822,13 +822,13 @@ def test_the_toy_world_has_its_expected_size(toy):
     assert 400 <= tokenizer.get_vocab_size() <= 600
     texts = [e.get("text") or e["question"] for records in examples.values() for e in records]
     pieces = {piece for encoding in tokenizer.encode_batch(texts) for piece in encoding.tokens}
-    assert UNK not in pieces and not any(p.startswith("##") for p in pieces)    # examples use no new word
+    assert UNK not in pieces and not any(p.startswith("##") for p in pieces)    # every word is in the vocabulary
 
 def test_each_fact_is_stated_in_several_passages_of_its_subject_in_different_phrases(toy):
     facts = facts_of(toy)
     assert 9000 <= len(facts) <= 9500
     for (subject, _), objects in facts.items():
-        (obj, passages), = objects.items()                  # one object: a question has one answer
+        (obj, passages), = objects.items()                  # one object, so a question has one answer
         assert len(passages) >= 3 and {p["title"] for p in passages} == {subject} and obj != subject
         assert len({p["text"] for p in passages}) == len(passages)
         splits = Counter(p["split"] for p in passages)
@@ -881,7 +881,7 @@ def test_toy_examples_are_true_to_the_facts_and_their_splits_share_none(toy):
                 assert (claimed == answer) == (e["label"] == "SUPPORTS") and kind[claimed] == kind[answer]
         if task == "claims":
             assert 2 * sum(e["label"] == "SUPPORTS" for e in records) == len(records)
-        said = Counter((e["subject"], *e["relations"]) for e in records)    # each in both phrases in training
+        said = Counter((e["subject"], *e["relations"]) for e in records)    # train has both phrases of each
         assert set(said.values()) == {(2 if split == "train" else 1) * (2 if task == "claims" else 1)}
         different = {(e.get("text") or e["question"], e["mentions"][-1]["entity"]) for e in records}
         assert len(different) > .95 * len(records)

@@ -1,4 +1,4 @@
-"""Tasks, their controls and figures, what is retrieved, BM25.   python -m pytest tests/test_eval.py"""
+"""eval.py (tasks, controls, figures, retrieved memories, BM25) and tables.py.   python -m pytest tests/test_eval.py"""
 import ast
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ QUESTIONS = [(f"Who taught {a}?", b) for a, b in zip(NAMES, NAMES[1:])] + [("Wha
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A TOME-2 over 36 passages, trained and fine-tuned for a few steps: a complete run that has learned nothing."""
+    """The folder of a complete run: a TOME-2 with 36 passages, trained and fine-tuned too briefly to learn anything."""
     folder, lines = tmp_path_factory.mktemp("eval"), []
     for a, b, c in zip(NAMES, NAMES[1:] + NAMES, NAMES[2:] + NAMES):
         for split, text in (("train", f"{a} was taught by {b}."), ("train", f"Here {a} met {c} again."),
@@ -58,7 +58,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture
 def run(out, monkeypatch):
-    monkeypatch.setitem(sys.modules, "spacy", None)                 # not installed, unless a test says so
+    monkeypatch.setitem(sys.modules, "spacy", None)                 # as if not installed, unless a test replaces it
     return out
 
 def weights_by_hand(memory, query, k):
@@ -69,13 +69,13 @@ def weights_by_hand(memory, query, k):
     return rows, weights / weights.sum()
 
 def loss_of_equation_10(memory, query, answer, k):
-    """[loss] over the k memories that a query finds; [] if none belongs to the answer."""
+    """[the loss of eq. 10 over the k memories that a query finds], or [] if none belongs to the answer."""
     rows, weights = weights_by_hand(memory, query, k)
     own = weights[memory.entity.numpy()[rows] == answer].sum()
     return [-math.log(own)] if own > 0 else []
 
 def claim_logits_by_hand(tome, H, batch):
-    """Logits (3,) of a batch of one claim: GELU (its tanh formula) and LayerNorm at each mention, their mean, the head."""
+    """Logits (3,) of one claim: the MLM head's hidden layer (tanh GELU) at each mention, their mean, the claim head."""
     judged, mlm = [torch.zeros(H.shape[-1])], tome.mlm
     for start in batch.start.tolist():
         x = mlm.dense.weight @ H[0, start] + mlm.dense.bias
@@ -86,7 +86,7 @@ def claim_logits_by_hand(tome, H, batch):
 @pytest.mark.parametrize("kind", ["claims", "qa"])
 @torch.no_grad()
 def test_a_batch_of_claims_and_clozes_or_of_questions_has_the_losses_of_each_alone(run, kind):
-    """The losses of a batch, compared with forward passes of each row alone and eq. 10 by hand."""
+    """Compares a batch's losses with a forward pass of each row alone and eq. 10 by hand."""
     loaded, _, _ = train.open_run(run, blocks=2)
     n, path, supports = len(CLAIMS), run.parent / f"{kind}.jsonl", data.CLAIM_LABELS.index("SUPPORTS")
     plan = dataclasses.replace(loaded.plan(kind), batch=n, examples=[[str(path), data.checksum(path)]])
@@ -108,7 +108,7 @@ def test_a_batch_of_claims_and_clozes_or_of_questions_has_the_losses_of_each_alo
             by_hand["claims"].append(-float(claim_logits_by_hand(model, H, one).log_softmax(0)[one.label[0]]))
             continue
         mention = int((one.answer >= 0).nonzero())
-        if kind == "claims":                                            # a true claim in which one mention is masked
+        if kind == "claims":                                            # a true claim with one masked mention
             assert one.unmasked[one.attention_mask].tolist() in true and one.answer[mention] == one.entity[mention]
             place = torch.arange(one.tokens.shape[1])
             is_name = (one.start[mention] < place) & (place < one.end[mention])
@@ -162,7 +162,7 @@ def test_published_tasks_are_measured(run, tmp_path, capsys, name):
         assert cell["majority"] == max(Counter(a for _, a in QUESTIONS).values()) / len(QUESTIONS)
         controls |= {"recall@20", "bm25_recall@20", "answer_is_entity"}
         assert cell["answer_is_entity"] == (len(QUESTIONS) - 1) / len(QUESTIONS) and cell["emptied"] == 0
-        assert cell["bm25_recall@20"] <= cell["answer_is_entity"]   # an answer that is no entity counts as missed
+        assert cell["bm25_recall@20"] <= cell["answer_is_entity"]   # an answer that is not an entity is missed
     assert cell.keys() == controls | {"n", "interval"}
     assert cell["interval"] == dict.fromkeys(controls), "too few for an interval"
     assert cell["n"] == len(PUBLISHED[name]) and all(0 <= cell[control] <= 1 for control in controls)
@@ -188,11 +188,11 @@ def test_claims_without_a_label_are_left_out_and_questions_without_an_answer_cou
     examples = train.task_examples(loaded, "qa", qa)
     assert [len(e.mentions) for e in examples] == [1, 0]
     judged = train.judged_examples(loaded, tome, "qa", examples, memory)
-    assert judged == [(True, True), (False, False)]         # any entity is right for one, none for the other
+    assert judged == [(True, True), (False, False)]         # every entity answers the first question, none the second
 
 @torch.no_grad()
 def test_without_memory_switches_the_memory_layers_off(run):
-    """By hand: the blocks' Transformers alone. The labels that they give are taken as correct."""
+    """Takes as correct the labels predicted with the blocks' Transformers alone, computed by hand."""
     loaded, tome, memory = train.open_run(run, blocks=2)
     memory.values *= 100                                            # so that attention changes the output
     alone, with_memory = [], []
@@ -203,7 +203,7 @@ def test_without_memory_switches_the_memory_layers_off(run):
         for block in tome.blocks:
             H = block.transformer(H, batch.attention_mask)
         alone.append((H, batch))
-    for seed in range(8):                                           # some of these heads depend on what is retrieved
+    for seed in range(8):                                           # some heads' labels depend on what is retrieved
         torch.manual_seed(seed)
         torch.nn.init.normal_(tome.claim.weight)
         judged = [example._replace(label=int(claim_logits_by_hand(tome, H, batch).argmax()))
@@ -251,7 +251,7 @@ def table(text):
 
 def test_the_interval_of_clustered_values_covers_their_mean_and_copies_of_a_value_do_not_narrow_it():
     rng, covered = np.random.default_rng(1), 0
-    for _ in range(200):            # 40 articles, whose 1 to 9 mentions are alike; the mean is 0
+    for _ in range(200):            # 40 articles, each with 1 to 9 similar mentions; the true mean is 0
         groups = np.repeat(np.arange(40), rng.integers(1, 10, 40))
         values = rng.normal(size=40)[groups] + rng.normal(size=len(groups)) / 4
         low, high = evaluation.interval(values, groups, n_draws=300)
@@ -260,7 +260,7 @@ def test_the_interval_of_clustered_values_covers_their_mean_and_copies_of_a_valu
     once, twice = (evaluation.interval(np.tile(values, n), np.tile(groups, n)) for n in (1, 2))
     assert once == pytest.approx(twice) and once[0] < values.mean() < once[1]
     alone = evaluation.interval(values, np.arange(len(values)))
-    assert alone[1] - alone[0] < once[1] - once[0]          # as if each value were independent: too narrow
+    assert alone[1] - alone[0] < once[1] - once[0]          # too narrow, as if all values were independent
 
 def test_there_is_no_interval_below_30_groups_or_for_equal_values():
     values = np.arange(90) % 2
@@ -280,7 +280,7 @@ def test_claims_about_one_fact_are_one_group_of_the_interval(run, monkeypatch):
     assert [len(set(groups)) for groups in seen] == [5] * len(seen) and seen[0][0] == seen[0][1]
 
 def plain_bm25(corpus, passages, query, special):
-    """{passage: its score}, token by token."""
+    """{passage: its BM25 score}, computed token by token."""
     k1, b = 0.9, 0.4
     words = {int(p): [t for t in corpus.tokens[corpus.passage_start[p]:corpus.passage_start[p + 1]].tolist()
                       if t not in special] for p in passages}
@@ -315,7 +315,7 @@ def test_bm25s_vote_excludes_the_mentions_own_passage_and_its_visible_entities(r
     for m in mentions:
         own, entity = int(corpus.passage_of(m)), corpus.mention_entity[m]
         text = corpus.tokens[corpus.passage_start[own]:corpus.passage_start[own + 1]].tolist()
-        number = m - corpus.mention_first[own]                  # in its passage
+        number = m - corpus.mention_first[own]                  # index in its passage
         start, end = ([i for i, t in enumerate(text) if t == corpus.special[marker]][number]
                       for marker in (data.E_START, data.E_END))
         rest = text[:start] + text[end + 1:]
@@ -379,7 +379,7 @@ def test_the_gain_is_the_mean_over_mentions_and_its_interval_resamples_articles(
             assert measured[kind]["gain"] == [pytest.approx(values.mean()), -1, 1]
 
 def retrieved(text):
-    """[(words, layer), [(weight, passage), …]] from the output for one text."""
+    """[((words, layer), [(weight, passage), …]), …], parsed from the output for one text."""
     shown, layer = [], 0
     for line in text.splitlines():
         if found := re.fullmatch(r"memory layer (\d)", line):
@@ -404,7 +404,7 @@ def test_show_prints_what_each_layer_retrieved(run, capsys):
     opened = evaluation.open_run(run, blocks=2)
     loaded, tome, memory, _ = opened
     text = "Alma Verran was taught by Boris Holt."
-    opened.tome.train()                                                 # encode runs without dropout
+    opened.tome.train()                                                 # encode must switch dropout off
     encoded = evaluation.encode(opened, text)
     assert evaluate(run, "--show", text) == 0
     printed = retrieved(capsys.readouterr().out)
@@ -475,7 +475,7 @@ def test_without_a_memory_the_answer_is_nothing(run, capsys):
     assert capsys.readouterr().out.startswith("nothing (probability 0.00)\n")
 
 def test_the_readmes_python_example_runs(run, capsys, monkeypatch):
-    """The lines of the README, with the names of this run."""
+    """Runs the README's example with the folder and names of this run."""
     readme = (Path(evaluation.__file__).parent / "README.md").read_text("utf-8")
     code = re.search(r"```python\n(.*?)```", readme, re.S)[1]
     for name, here in (("runs/toy", str(run)), ("Oskar Jarvis", "Alma Verran"), ('task="qa"', 'task="qa", blocks=2')):
@@ -550,7 +550,7 @@ def test_show_n_shows_n_masked_mentions_of_the_groups_in_turn(run, capsys):
         assert unseen == min(n // 2, sum(kinds == "unseen")) or n == 99
 
 def test_the_prediction_is_that_of_the_masked_mention_if_a_passage_has_two(run, monkeypatch, capsys):
-    """Here the model predicts "tea" for each token of the masked mention."""
+    """The model is made to predict "tea" for each token of the masked mention."""
     opened = evaluation.open_run(run, blocks=2)
     loaded = opened.run
     mentions = train.sample_eval_mentions(loaded, 5)
@@ -631,7 +631,7 @@ def test_figures_without_mentions_are_null(run, monkeypatch, capsys):
             assert cell.pop("n") == 0 and len(cell) > 1 and set(cell.values()) == {None}
 
 def program(run, *flags):
-    """The command line of eval.py as a program of its own."""
+    """The command line that runs eval.py as a separate program."""
     return [sys.executable, evaluation.__file__, "--blocks", "2", "--out", str(run), *flags]
 
 def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run, capsys):
@@ -650,7 +650,7 @@ def test_the_report_is_complete_on_a_terminal_that_is_not_utf_8(run, capsys):
                 assert row[evaluation.TITLES.get(key, key)] == shown
 
 def test_recall_considers_the_best_20_even_if_the_memory_returns_them_unsorted(run):
-    """The first 20 of the 50 entities are not the best ones."""
+    """The answer is at place 0 or 40 of 50 memories, with the best or the worst score."""
     loaded, tome, _ = train.open_run(run, blocks=2)
     answer = loaded.corpus.entity_index["Alma Verran"]
     example = data.Example("Who?", [], None, ["Alma Verran"], {})
@@ -696,7 +696,7 @@ def test_after_a_failed_command_no_other_begins(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
-    """With models of a few steps. Checks that each cell is present, not its value."""
+    """Checks that each cell is present, but not its value, with models trained for a few steps."""
     commands = []
     in_turn = types.SimpleNamespace(map=lambda work, items: [work(item) for item in items])      # without threads
 
@@ -723,5 +723,5 @@ def test_tables_are_made_from_their_runs(tmp_path, monkeypatch, capsys):
         assert len(rows) > 1 and len(values) > 3 and all(0 <= value <= 1 for value in values)
     trained = [(args[2], "--blocks" in args) for script, *args in commands if script == "train.py"]
     assert len(set(trained)) == len(trained), "no run is begun twice"
-    assert (tmp_path / "tome-1-0/tome-2.pt").exists() and not (tmp_path / "tome-2-0").exists()      # one BATCH-TOME
+    assert (tmp_path / "tome-1-0/tome-2.pt").exists() and not (tmp_path / "tome-2-0").exists()      # shared BATCH-TOME
     assert (tmp_path / "mlm-alone-0/batch-tome.pt").samefile(tmp_path / "no-coreference-0/batch-tome.pt")

@@ -1,7 +1,7 @@
-"""A few faults of each kind: kills, damage, bad input, malicious files, as the README promises.
+"""Checks that a run survives a few faults of each kind: kills, damage, bad or malicious input.
 
-    python -m pytest tests/test_faults.py -m "not slow"     the quick ones
-    python tests/faults.py                                  all
+    python -m pytest tests/test_faults.py -m "not slow"     the quick tests
+    python tests/faults.py                                  all faults (hours)
 """
 import errno
 import io
@@ -46,9 +46,9 @@ def commits_of(reference, stage):
         faults.STAGES, itertools.cycle(("power", "data", "kill"))))])
 def test_after_a_kill_or_a_power_cut_the_same_command_ends_as_if_nothing_had_happened(
         reference, request, stage, fault):
-    """A few of the file operations that tests/faults.py goes through one by one, among them those
-    around the last rename that commits a folder, and the end. After the end nothing is lost, not
-    even the name of a new folder (batch-tome)."""
+    """Covers a few of the file operations that tests/faults.py tests one by one, including those
+    around the last rename that commits a folder and, in slow tests, the exit. At the exit, a fault
+    loses nothing, not even the name of a new folder (batch-tome)."""
     n = len(reference.operations[stage])
     chosen = {at + i for at in commits_of(reference, stage)[-1:] for i in range(3)}
     if request.node.get_closest_marker("slow"):
@@ -69,10 +69,10 @@ def test_an_interrupted_append_can_be_abandoned_or_replaced_by_another(reference
     fault = faults.signal_at(commits_of(reference, "append again")[-1])
     assert run(command("append again", reference.folder, out), fault)[0] == -signal.SIGKILL
     assert (out / "appended-0002.part").exists()
-    assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0           # it can be read
-    assert quietly(train.main, command("tome", reference.folder, out))[0] == 0  # and trained
+    assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0           # eval.py works
+    assert quietly(train.main, command("tome", reference.folder, out))[0] == 0  # so does train.py
     code, said, _ = quietly(train.main, command("append", reference.folder, out, "--replace"))
-    assert code == 0 and "passages from" in said          # the earlier file, now as a replacement
+    assert code == 0 and "passages from" in said          # more.jsonl again, now with --replace
     assert train.open_run(out)[0].corpus.meta["appended"][-1][1] is True
     assert not list(out.glob("*.part"))
 
@@ -83,7 +83,7 @@ def test_an_interrupted_append_can_be_abandoned_or_replaced_by_another(reference
     pytest.param("batch-tome", signal.SIGTERM, 50, data, "encode_text", marks=slow)])
 def test_a_command_ended_by_a_signal_saves_and_says_how_to_continue(
         reference, stage, number, n, owner, name):
-    """The signal comes in the middle of the work, before the n-th call of owner.name."""
+    """Sends the signal during the work, before the n-th call of owner.name."""
     out = reference.fresh(stage)
     fault = faults.signal_at_call(n, owner, name, number)
     code, said = run(command(stage, reference.folder, out), fault)
@@ -97,7 +97,7 @@ def test_a_signal_during_the_last_evaluation_ends_the_command(reference):
     out = reference.fresh("tome")
     (out / "batch-tome.pt").unlink()
     shutil.rmtree(out / "memory")
-    # The first two evaluations are after the fit and at step 3.
+    # The first two evaluations follow the fit and step 3.
     fault = faults.signal_at_call(3, train, "masked_mentions", signal.SIGTERM)
     code, said = run(command("tome", reference.folder, out), fault)
     assert code == 130 and "Stopped after batch-tome, which is saved" in said
@@ -108,7 +108,7 @@ def test_a_signal_during_the_last_evaluation_ends_the_command(reference):
 # ---- One writer ----------------------------------------------------------------------------------
 
 def test_a_folder_in_use_by_another_command_is_left_alone(done, tmp_path, small):
-    """Also a folder that is still empty, because the first command has only just made it."""
+    """Also covers an empty folder, which the first command has only just made."""
     fcntl = pytest.importorskip("fcntl")
     (tmp_path / "new").mkdir()
     for out in (done, tmp_path / "new"):
@@ -141,8 +141,8 @@ def test_eval_may_read_while_an_append_ends(reference, done, small, monkeypatch)
                                   "no sync without writing"])
 @pytest.mark.parametrize("stage", ["memory", pytest.param("append", marks=slow)])
 def test_a_run_works_where_the_system_cannot_lock_or_sync(reference, what, stage):
-    """Windows has no fcntl, and syncs only files that are open for writing. Drives such as CIFS and
-    vboxsf return EINVAL. Others cannot lock."""
+    """Windows has no fcntl and syncs only files open for writing. File systems such as CIFS and
+    vboxsf return EINVAL when a folder is synced. Some file systems cannot lock."""
     def fault():
         import fcntl
         real = os.fsync
@@ -185,7 +185,7 @@ def test_files_that_the_system_adds_to_a_new_folder_are_ignored(reference, small
     assert quietly(evaluation.main, ["--out", out, "--json"])[0] == 0
 
 class OutStream(io.TextIOBase):
-    """Like a notebook's stdout, which has no reconfigure, encoding or file."""
+    """A stream like a notebook's stdout, without reconfigure, encoding or file descriptor."""
     def __init__(self):
         self.said = ""
 
@@ -209,7 +209,7 @@ def test_train_main_works_in_a_thread_and_with_the_stdout_of_a_notebook(
     ("eval.py", "--out no/run", 1), ("train.py", "--stage tome --corpus no/file", 1)])
 def test_each_program_runs_with_the_stdout_of_a_notebook(
         monkeypatch, tmp_path, program, arguments, code):
-    """In the same way as %run."""
+    """Runs each program as IPython's %run does."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [program, *arguments.split()])
     monkeypatch.setattr(sys, "stdout", OutStream())
@@ -229,13 +229,13 @@ def test_a_terminal_that_is_not_utf_8_does_not_end_training(tmp_path):
 # ---- Several processes ---------------------------------------------------------------------------
 
 def no_dropout():
-    """The random numbers of dropout differ between processes."""
+    """Switches dropout off, because its random numbers differ between processes."""
     train.PRESETS["toy"] = {**faults.MICRO, "dropout": 0.0}
 
 @slow
 @pytest.mark.parametrize("memory_from", [0.0, 0.3])
 def test_two_processes_train_as_one_does(reference, tmp_path, memory_from):
-    """They have the same batches, losses and gradients, also if the fit is among the steps."""
+    """Their losses and final weights agree, with or without the fit."""
     one, two = tmp_path / "one", tmp_path / "two"
     more = "--memory-from", memory_from
     code, said = run(command("tome", reference.folder, one, *more), no_dropout)
@@ -269,7 +269,7 @@ def test_when_one_of_two_processes_dies_the_other_says_so_and_the_same_command_c
     shutil.copytree(out, alone)
     assert [code for code, _ in both(out)] == [0, 0]
     assert not difference(out, contents(whole))
-    # With another number of processes, the run says once that it is equal only up to rounding.
+    # With another number of processes, the run says once that it matches only up to rounding.
     code, said = run(command("batch-tome", reference.folder, alone), no_dropout)
     assert code == 0 and said.count("processes was 2 and is now 1") == 1 and "rounding" in said
     a, b = (weights(folder / "batch-tome.pt") for folder in (whole, alone))
@@ -335,7 +335,7 @@ def test_the_advice_about_a_damaged_shard_works(reference, small):
 
 @pytest.fixture(scope="module")
 def stranger(reference, tmp_path_factory):
-    """A run of another seed, with the same shapes."""
+    """A run with another seed and the same shapes."""
     out = tmp_path_factory.mktemp("stranger") / "run"
     code, said = run(command("tome", reference.folder, out, "--seed", "1"))
     assert code == 0, said
@@ -373,7 +373,7 @@ def test_a_stranger_s_checkpoint_or_array_runs_no_code(done, small, tmp_path):
     folder = done / "appended-0002/memory"
     keys, array = folder / "keys-00000.npy", np.empty(1, object)
     array[0] = Evil(owned)
-    keys.unlink()                           # it may be a link
+    keys.unlink()                           # may be a hard link
     np.save(keys, array, allow_pickle=True)
     meta = data.read_json(folder / "meta.json")
     meta["crc32"][keys.name] = data.checksum(keys)
@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_written_gives_one_sentence(reference, small, tm
 
 @pytest.fixture
 def disk(tmp_path):
-    """mount(options) of a small disk; returns its folder."""
+    """mount(options), which mounts a small disk and returns its folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -432,7 +432,7 @@ def test_a_read_only_disk_gives_one_sentence(reference, small, disk):
 
 def test_no_file_is_written_outside_out_and_the_same_seed_gives_the_same_bytes(
         reference, tmp_path):
-    """The working folder, home and temporary folder do not change."""
+    """The working, home and temporary folders do not change."""
     here, out = tmp_path / "here", tmp_path / "run"
     for name in ("home", "tmp"):
         (here / name).mkdir(parents=True)
@@ -470,8 +470,8 @@ def test_a_tiny_corpus_trains_without_nan(reference, tmp_path, lines):
 
 @slow
 def test_nothing_leaks(reference, small):
-    faults.leak(reference, steps=200)       # oneDNN makes a kernel for each new shape and keeps it
+    faults.leak(reference, steps=200)       # warm-up: oneDNN caches code for each shape
     early, fitted, late = faults.leak(reference, steps=400)
-    assert late[1] <= fitted[1]               # tensors
-    # A leak of 100 KB per step would be noticed; a batch and what is computed from it take more.
+    assert late[1] <= fitted[1]               # number of tensors
+    # This detects a leak of 100 KB per step, less than a batch and its activations occupy.
     assert late[0] - early[0] < 25

@@ -1,10 +1,10 @@
-"""Checkpoints in the format of the paper's own (flax) code: read, compared with what that code computed
-with the same weights, damaged, and used in --init and --start.
+"""Checks that checkpoints in the format of the paper's own (flax) code give that code's outputs and work in
+--init and --start, and that damaged files are refused.
 
-    python -m pytest tests/test_flax.py -s          # -s: prints the largest difference of each file
+    python -m pytest tests/test_flax.py -s          # -s prints the largest difference for each model
 
-Checkpoints written by that code are in ../shared/golden/flax (its README says how they were made). Without
-them, the tests that read them are skipped. The other tests write files of that code's weights in tests/golden.
+../shared/golden/flax contains checkpoints written by that code (its README says how). Without them, the tests
+that read them are skipped. The other tests write their own files, from that code's weights in tests/golden.
 """
 import os
 import shutil
@@ -34,11 +34,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 VOCAB = ["[PAD]", "[unused0]", "[unused1]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *("##" + c for c in LETTERS)]
 VOCAB += [f"[unused{i}]" for i in range(2, 2 + 97 - len(VOCAB))]
 
-# ---- Files in their format
+# ---- Writing files in the public code's format
 
 def pack(arrays):
-    """The MessagePack of {path: array}, where "/" separates the parts of a path. A flax leaf is extension 1,
-    [shape, type, row-major bytes]."""
+    """The MessagePack bytes of {path: array}, where "/" separates the parts of a path. A flax leaf is extension
+    type 1 and contains [shape, type, row-major bytes]."""
     tree = {}
     for path, array in arrays.items():
         *groups, last = path.split("/")
@@ -49,8 +49,8 @@ def pack(arrays):
     return msgpack.packb(tree)
 
 def published(name, **depths):
-    """{path: array} of an encoder in tests/golden. depths: these blocks get so many copies of their
-    first layer instead of their layers."""
+    """{path: array} of an encoder in tests/golden. depths: for each of these blocks, the number of copies
+    of its first layer that replace its layers."""
     start = "param/encoder/"
     arrays = {path.removeprefix(start): x.numpy()
               for path, x in golden(name).items() if path.startswith(start)}
@@ -62,17 +62,17 @@ def published(name, **depths):
     return arrays
 
 def write_flax(path, arrays):
-    """Writes a file; returns its path as a word of a command."""
+    """Writes a file and returns its path as a command-line argument."""
     path.write_bytes(pack(arrays))
     return str(path)
 
 def translated(arrays):
-    """{our name: tensor} of a BatchTOME: these arrays, as test_golden.py translates and reshapes them."""
-    z = {path: x for path, x in golden("tome1").items() if "mlm_layer" in path}     # tome_state needs a head
+    """{our name: tensor} of a BatchTOME: these arrays, translated and reshaped by functions of test_golden.py."""
+    z = {path: x for path, x in golden("tome1").items() if "mlm_layer" in path}     # tome_state needs an MLM head
     z |= {f"param/encoder/{path}": torch.from_numpy(x) for path, x in arrays.items()}
     blocks = 2 if any(path.startswith("intermediate_encoder") for path in arrays) else 1
     state = {f"tome.{name}": x for name, x in tome_state(z, blocks).items() if not name.startswith("mlm")}
-    if "final_query_projector/bias" in arrays:              # two maps in a row, which are one here
+    if "final_query_projector/bias" in arrays:              # two successive maps, which are one here
         first = linear(z, "param/encoder/mention_projector", "")
         second = linear(z, "param/encoder/final_query_projector", "")
         state["tome.entity_query.linear.weight"] = second[".weight"] @ first[".weight"]
@@ -91,8 +91,8 @@ def arrays_of(name):
         return {key: torch.from_numpy(file[key]) for key in file.files if key != "config_json"}
 
 def model_of(file, arrays):
-    """(BatchTOME, config, unused, missing): the weights of the file, and the MLM head of the
-    arrays, since no weights file has one. missing: parameters that are in neither."""
+    """(BatchTOME, config, unused, missing), with the weights of the file. The MLM head comes from the arrays
+    if the file, like weights/step<N>, has none. missing: the parameters that neither contains."""
     config, state, _, unused = read_published(FLAX / file, Config(k=8, k_answer=16, dropout=0.0))
     model = BatchTOME(TOME(config)).eval()
     state = mlm_head(arrays, "param/mlm_layer/", "tome.mlm.") | state
@@ -101,7 +101,7 @@ def model_of(file, arrays):
     return model, config, unused, missing
 
 class AnyPassage(BatchMemory):
-    """Their `allow`: a mention may attend to its own passage."""
+    """The public code's mode `allow`: a mention may attend to its own passage."""
 
     def attend(self, query, passage, k=None, k_shard=None):
         return super().attend(query, torch.full_like(passage, -1))
@@ -122,7 +122,7 @@ def test_their_batch_tome_gives_their_hidden_states_keys_values_and_attention(fi
     keys, values = model.encode_mentions(batch.tokens, mask, *spans)
     same_forward("BATCH-TOME", keys, z["allow/memory_keys"][targets])
     same_forward("BATCH-TOME", values, z["allow/memory_values"][targets])
-    batch.is_target[:] = False          # their batch memory also contains masked mentions
+    batch.is_target[:] = False          # the public code's batch memory also contains masked mentions
     for case, memory in (("allow", AnyPassage), ("disallow_fixed", BatchMemory)):
         monkeypatch.setattr("tome.BatchMemory", memory)
         _, _, H, (found,) = model(replace(batch, is_target=torch.zeros_like(batch.is_target)))
@@ -146,7 +146,7 @@ def test_their_tome_gives_their_hidden_states_and_retrieval(blocks):
     tome, batch, memory = model.tome, batch_of(z), memory_of(z)
     mask, linked, real = batch.attention_mask, batch.entity > 0, z["in/mention_mask"] > 0
     targets = z["in/mention_target_weights"] > 0
-    batch.passage = torch.full_like(batch.passage, -1)              # allow: no row has this passage
+    batch.passage = torch.full_like(batch.passage, -1)              # allow: no row comes from passage -1
     asked = []
     for block in tome.blocks:
         block.memory_attention.query.register_forward_hook(lambda layer, inputs, query: asked.append(query))
@@ -187,7 +187,7 @@ def test_a_training_checkpoint_with_heads_and_optimizer_state_is_read(tmp_path):
 
 @pytest.mark.parametrize("depths", [(1, 2), (2, 1), (2, 0), (1, 3)])
 def test_a_tome_2_with_blocks_of_different_depths_is_refused_with_both_depths(depths, tmp_path):
-    """The public code's own test has blocks of 1 and 2 layers."""
+    """The public code's own test uses blocks of 1 and 2 layers."""
     arrays = published("tome2", intermediate_encoder=depths[0], final_encoder=depths[1])
     with pytest.raises(data.UserError, match="two blocks have {} and {} layers".format(*depths)):
         read_published(write_flax(tmp_path / "tome", arrays), Config())
@@ -205,7 +205,7 @@ def test_every_unused_published_tensor_is_named(tmp_path):
 # ---- Errors
 
 def changed(**values):
-    """A BATCH-TOME's file with these arrays replaced; None removes one."""
+    """The bytes of a BATCH-TOME file in which these arrays are replaced. None removes an array."""
     arrays = BATCH_TOME | {name.replace("__", "/"): x for name, x in values.items()}
     return pack({path: array for path, array in arrays.items() if array is not None})
 
@@ -283,7 +283,7 @@ SMALL = ("--passage-length 16 --max-length 20 --eval-mentions 4 --k-answer 8 --c
          "--save-every 1 --log-every 1").split()
 
 def command_with_init(tmp_path, stage):
-    """A command that starts from a BATCH-TOME's file beside its vocab.txt."""
+    """A command whose --init is a BATCH-TOME file with its vocab.txt beside it."""
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
     init, corpus = write_flax(tmp_path / "init" / "btome", BATCH_TOME), write_corpus(tmp_path / "corpus.jsonl")
@@ -326,7 +326,7 @@ def test_published_files_give_a_memory_and_a_fine_tuned_model_without_pretrainin
     assert saved["plan"].steps == 2 and saved["about"]["finished"]
     capsys.readouterr()
     run("--stage", "memory", "--out", str(out))
-    assert "loaded, without training" not in capsys.readouterr().out    # everything is there already
+    assert "loaded, without training" not in capsys.readouterr().out    # all results already exist
 
 def test_a_published_tome_is_trained_further_for_the_given_number_of_steps(tmp_path):
     command, start = command_with_init(tmp_path, "tome"), write_flax(tmp_path / "tome", TOME_1)
@@ -335,7 +335,7 @@ def test_a_published_tome_is_trained_further_for_the_given_number_of_steps(tmp_p
     assert saved["plan"].steps == 2 and saved["about"]["finished"]
 
 def test_a_published_file_determines_only_the_settings_that_its_shapes_tell(tmp_path):
-    """Their k_top_device, for example, describes a device, and dropout a training."""
+    """For example, the public code's k_top_device describes a device, and dropout describes a training run."""
     command = command_with_init(tmp_path, "memory")
     (tmp_path / "init" / "config.json").write_text('{"model_config": {"encoder_config": {"k_top_device": 2}}}')
     config = train.settle(train.parse_arguments([*command, "--dropout", "0.3"]))[0].config

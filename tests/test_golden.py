@@ -1,10 +1,10 @@
-"""This project's modules against the arrays of the paper's public JAX code (tests/golden).
+"""Compares this project's modules with arrays from the paper's public JAX code (tests/golden).
 
-    python -m pytest tests/test_golden.py -s        # -s: prints the largest difference of each comparison
+    python -m pytest tests/test_golden.py -s        # -s prints the largest difference in each comparison
 
-Same weights, same inputs: outputs within 1e-5 (relative above 1), gradients within 1e-4 of the parameter's
-largest gradient, in float32. Where a decision of ours differs from the public code, the test says which, checks our result
-against numpy, and derives the public code's number from ours by that difference alone.
+With the same weights and inputs in float32, outputs agree to within 1e-5 (relative if above 1), and gradients to
+within 1e-4 of the parameter's largest gradient. Where we deliberately differ from the public code, the test says so,
+compares our result with numpy's, and derives the public code's number from ours through that difference alone.
 """
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "golden"
 OUR_HEADS = {"entity_query", "claim"}
 CONFIG = Config(vocab_size=97, hidden=32, n_heads=4, intermediate=64, n_initial=2, n_upper=2, n_blocks=1,
                 max_positions=24, dropout=0.0, key_dim=8, value_dim=16, coref_dim=16, k=8, k_shard=8, k_answer=16)
-LARGEST = defaultdict(lambda: {"forward": 0.0, "gradient": 0.0})        # what is compared -> largest difference
+LARGEST = defaultdict(lambda: {"forward": 0.0, "gradient": 0.0})        # comparison -> largest differences
 
 @pytest.fixture(scope="module", autouse=True)
 def print_the_largest_differences():
@@ -36,10 +36,10 @@ def print_the_largest_differences():
     for name, d in LARGEST.items():
         print(f"{name:28s}  {d['forward']:10.1e}" + (f"  {d['gradient']:10.1e}" if d["gradient"] else ""))
 
-# ---- Comparing, and the names of the public code in terms of ours
+# ---- Comparing, and translating the public code's names into ours
 
 def golden(name, device=None):
-    """{name: tensor} of a file. device: take the inputs of this device alone."""
+    """{name: tensor} of a file. device: if given, return only this device's inputs."""
     with np.load(FOLDER / f"{name}.npz", allow_pickle=False) as file:
         return {key: torch.from_numpy(file[key] if device is None or key[:3] != "in/" else file[key][device])
                 for key in file.files}
@@ -55,8 +55,8 @@ def same_forward(name, ours, theirs):
     assert (difference < 1e-5 * theirs.abs().clamp(min=1)).all(), f"{name}: {difference.max():.2e}"
 
 def same_gradients(name, ours, theirs, zero=()):
-    """Compares two dictionaries of gradients with the same parameters. zero: parameters whose gradient is 0 except for
-    rounding, so that a relative difference means nothing."""
+    """Compares two dictionaries of the same parameters' gradients. zero: parameters whose gradient is 0 except for
+    rounding, so that a relative difference is meaningless."""
     assert ours.keys() == theirs.keys()
     for key in ours:
         assert ours[key].shape == theirs[key].shape, key
@@ -70,13 +70,13 @@ def gradients(module):
     return {name: p.grad for name, p in module.named_parameters() if not OUR_HEADS & set(name.split("."))}
 
 def load(module, state):
-    """Loads `state`, which has all parameters except those of heads that only our model has."""
+    """Loads `state`, which contains all parameters except those of the heads that only our model has."""
     left_out, unknown = module.load_state_dict(state, strict=False)
     assert not unknown and all(OUR_HEADS & set(name.split(".")) for name in left_out), (left_out, unknown)
     return module
 
 def linear(z, path, name):
-    """A Dense kernel is [in, out]; those of attention are [hidden, heads, dim] or [heads, dim, hidden]."""
+    """Weight and bias of a layer. Kernels are [in, out]; in attention [hidden, heads, dim] or [heads, dim, hidden]."""
     kernel, bias = z[path + "/kernel"], z[path + "/bias"].flatten()
     return {name + ".weight": kernel.reshape(-1, len(bias)).T, name + ".bias": bias}
 
@@ -84,7 +84,7 @@ def norm(z, path, name):
     return {name + ".weight": z[path + "/scale"], name + ".bias": z[path + "/bias"]}
 
 def transformer(z, path, name):
-    """Weights (or, all maps being linear, their gradients) of a TransformerBlock."""
+    """Weights of a TransformerBlock, or their gradients, which are translated in the same way."""
     state = {}
     for i in range(sum(key.startswith(path) and key.endswith("mlp/bias") for key in z)):
         ours, layer = f"{name}layers.{i}.", f"{path}/layer_sequence/layers_{i}"
@@ -106,7 +106,7 @@ def mlm_head(z, path, name):
             name + "bias": z[path + "bias"]}
 
 def tome_state(z, blocks, path="param/"):
-    """Weights or gradients of a TOME of 1 or 2 blocks, without its heads of entity prediction and claims."""
+    """Weights or gradients of a TOME with 1 or 2 blocks, without its heads for entity prediction and claims."""
     e = path + "encoder/"
     layers = ["memory_attention_layer"] if blocks == 1 else ["intermediate_memory_attention_layer",
                                                              "final_memory_attention_layer"]
@@ -120,14 +120,14 @@ def tome_state(z, blocks, path="param/"):
     return state
 
 def new_tome(blocks):
-    """A TOME of the golden size. Its two-block reference has an uneven one: 1 layer, then 2."""
+    """A TOME of the golden size. With two blocks, the first has 1 layer and the second 2, as in the public model."""
     tome = TOME(replace(CONFIG, n_upper=2 * blocks, n_blocks=blocks))
     if blocks == 2:
         del tome.blocks[0].transformer.layers[1]
     return tome
 
 def mentions_of(z):
-    """(row, start, end, passage) of the mentions that are not padding; `real` is the mask of these."""
+    """row, start, end and passage of the mentions that are not padding, and `real`, the mask that selects them."""
     real = z["in/mention_mask"] > 0
     row, start, end = (z[f"in/mention_{name}_positions"][real].long() for name in ("batch", "start", "end"))
     return SimpleNamespace(row=row, start=start, end=end, passage=z["in/text_identifiers"][real].long(), real=real)
@@ -154,7 +154,7 @@ def memory_of(z, kind=MentionMemory, passage="in/memory_identifiers"):
     return kind(keys, values, z["in/memory_entity_ids"].long(), z[passage].long(), torch.arange(len(keys)))
 
 class RemovedAfterwards(MentionMemory):
-    """The public code's rule: search all rows, then remove the passage's own and leave their places empty."""
+    """The public code's rule: search all rows, then empty the places of rows from the mention's own passage."""
 
     def retrieve(self, query, passage, k, k_shard):
         found = super().retrieve(query, torch.full_like(passage, -1), k, k_shard)
@@ -162,7 +162,7 @@ class RemovedAfterwards(MentionMemory):
         return found._replace(scores=found.scores.masked_fill(own, -torch.inf))
 
 def top_allowed(z, queries, passages, k):
-    """Our rule in numpy: for each query, the k best rows of another passage. Lists of ids, best first."""
+    """Our rule in numpy: for each query, a list of the ids of the k best rows from other passages, best first."""
     scores = queries.numpy() @ z["in/memory_keys"].numpy().T
     return [[i for i in np.argsort(-row) if z["in/memory_identifiers"][i] != passage][:k]
             for row, passage in zip(scores, passages)]
@@ -175,7 +175,7 @@ def test_a_transformer_block_matches_the_public_code_on_padded_passages_with_gra
     x, mask = z["in/encoding"].requires_grad_(), z["in/attention_mask"] > 0
     H = block(x, mask)
     same_forward("transformer block", H[mask], z["out/encoding"][mask])      # padding is not compared
-    (H * z["in/cotangent"]).sum().backward()                                # the cotangent is 0 on padding
+    (H * z["in/cotangent"]).sum().backward()                                # the cotangent is 0 at padding
     same_gradients("transformer block", {"x": x.grad, **gradients(block)},
                    {"x": z["grad/in_encoding"], **transformer(z, "grad_param", "")})
 
@@ -192,10 +192,10 @@ def test_the_mlm_head_matches_the_public_codes_logits_and_loss():
 # ---- Memory attention, eq. 6-9
 
 def attend(z, memory, k=8, k_shard=None, anyones=False):
-    """MemoryAttention of the golden weights over `memory`: (layer, H, mentions, M, Retrieved)."""
+    """(layer, H, mentions, M, Retrieved) of MemoryAttention with the golden weights over `memory`."""
     layer = load(MemoryAttention(replace(CONFIG, k=k, k_shard=k_shard or k)), memory_attention(z, "param/", ""))
     H, mentions = z["in/encoding"].clone().requires_grad_(), mentions_of(z)
-    if anyones:                                                 # nothing is disallowed: no row has this passage
+    if anyones:                                                 # nothing is disallowed: no row is from passage -1
         mentions.passage = torch.full_like(mentions.passage, -1)
     return layer, H, mentions, *layer(H, mentions, memory)
 
@@ -208,7 +208,7 @@ def test_memory_attention_with_their_removal_rule_matches_their_ids_weights_and_
     weights = theirs["memory_attention_weights"][mentions.real].clone()
     expected = theirs["encoding"].clone()
     if case == "all_disallowed":
-        # Decision 1. For mention 0 nothing is left: they average what is disallowed, we add nothing.
+        # For mention 0, nothing is left. The public code averages the disallowed values; we add nothing.
         assert theirs["memory_attention_disallowed_mask"][0].all() and bool((weights[0] == 1 / 8).all())
         assert not found.weights[0].any() and not found.value[0].any()
         weights[0] = 0.0
@@ -252,9 +252,9 @@ def test_a_mention_with_positives_but_no_negative_counts_in_our_coreference_loss
     z = golden("coreference")
     encodings, passage = z["in/mention_encodings"], z["in/mention_batch_positions"].long()
     entity = torch.full_like(passage, 7)
-    entity[0] = 9                                       # so the sevens of passage 0 have no negative elsewhere
+    entity[0] = 9                                       # so entity 7 in passage 0 has no negative elsewhere
     e, p, scores = entity.tolist(), passage.tolist(), (encodings.double() @ encodings.double().T).tolist()
-    sums, with_positive, with_both = 0.0, 0, 0          # the public code's rule, a pair at a time
+    sums, with_positive, with_both = 0.0, 0, 0          # the public code's rule, one pair at a time
     for i in range(18):
         positives = [scores[i][j] for j in range(18) if p[i] != p[j] and e[i] == e[j]]
         negatives = [scores[i][j] for j in range(18) if p[i] != p[j] and e[i] != e[j]]
@@ -304,7 +304,7 @@ def test_two_processes_find_what_two_devices_of_the_public_code_find(case, two_p
         theirs = {name: z[f"{case}/{name}"][device][real] for name in
                   ("top_memory_ids", "top_entity_ids", "memory_attention_weights", "memory_attention_disallowed_mask")}
         order = z[f"{case}/memory_attention_scores_with_disallowed"][device][real].argsort(1, descending=True)
-        theirs = {name: value.gather(1, order) for name, value in theirs.items()}       # theirs are grouped by device
+        theirs = {name: value.gather(1, order) for name, value in theirs.items()}     # the public code groups by device
         assert torch.equal(ids, theirs["top_memory_ids"].long())
         assert torch.equal(entity, theirs["top_entity_ids"].long())
         same_forward("two shards", weights, theirs["memory_attention_weights"])
@@ -315,8 +315,8 @@ def test_two_processes_shares_of_the_coreference_loss_match_the_two_devices_sums
     shares, grads = zip(*(results["coreference"] for results in two_processes))
     counted = z["two_devices/denominator"].sum()
     same_forward("coreference loss", torch.stack(shares), z["two_devices/loss_sum"] / counted)
-    encodings, *ids = (x.flatten(0, 1) for x in coreference_of_two_devices())       # and the gradient is that of one
-    coreference_loss(encodings.requires_grad_(), *ids).backward()                   # process on both batches
+    encodings, *ids = (x.flatten(0, 1) for x in coreference_of_two_devices())       # the gradients equal those of
+    coreference_loss(encodings.requires_grad_(), *ids).backward()                   # one process with both batches
     same_gradients("coreference loss", {"z": torch.cat(grads)}, {"z": encodings.grad})
 
 # ---- The losses
@@ -332,7 +332,7 @@ def test_coreference_loss_and_gradient_match_the_public_code_with_padding_and_un
     assert not encodings.grad[entity == 0].any()
 
 def their_entity_loss(ours, n_counted, n_linked):
-    """Decision 4. They count a linked mention whose entity was not retrieved as -log(0 + 1e-10), and we leave it out."""
+    """The public code's loss. It counts linked mentions whose entity was not retrieved as -log(1e-10); we omit them."""
     return (ours * n_counted - np.log(1e-10) * (n_linked - n_counted)) / n_linked
 
 def test_entity_prediction_matches_theirs_except_for_the_loss_of_mentions_that_retrieved_nothing():
@@ -347,13 +347,13 @@ def test_entity_prediction_matches_theirs_except_for_the_loss_of_mentions_that_r
     same_forward("entity prediction", their_entity_loss(loss, n, int(linked.sum())),
                  z["out/loss_sum"] / z["out/denominator"])
     loss.backward()
-    p, g = z["in/probs"], z["out/grad_probs"]           # theirs is the gradient of the probabilities
+    p, g = z["in/probs"], z["out/grad_probs"]           # the public gradient is with respect to p
     same_gradients("entity prediction", {"scores": scores.grad * n}, {"scores": p * (g - (p * g).sum(1, keepdim=True))})
     answer = predict_entity(scores, classes)[linked]    # the largest sum, not the largest single memory
     assert torch.equal(answer, z["out/predictions_sum"][linked].long())
     assert not torch.equal(answer, z["out/predictions_max"][linked].long())
 
-# ---- The whole of TOME
+# ---- The complete models
 
 def heads_state(z, path):
     return {**linear(z, path + "encoder/mention_projector", "projector"),
@@ -366,7 +366,7 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     real, targets = z["in/mention_mask"] > 0, z["in/mention_target_weights"] > 0
     linked = batch.entity > 0
     tome = load(new_tome(blocks), tome_state(z, blocks))
-    # Their query of eq. 10 is query(projector(.)), where our entity_query is one map; the projector also makes z_m.
+    # The public query of eq. 10 is query(projector(.)), but our entity_query is one map. The projector also makes z_m.
     heads = load(torch.nn.ModuleDict({"projector": torch.nn.Linear(64, 16), "query": torch.nn.Linear(16, 8)}),
                  heads_state(z, "param/"))
 
@@ -385,7 +385,7 @@ def test_tome_matches_their_hidden_states_retrieval_logits_total_loss_and_every_
     logits = tome.mlm_logits(H, targets_of(z)[0])
     same_forward(name, logits, z["out/mlm_logits"][z["in/mlm_target_weights"] > 0])
 
-    # Their final retrieval removes nothing, so ours gets a passage that no row has.
+    # The public code's final retrieval removes nothing, so ours gets passage -1, from which no row comes.
     answer = memory.retrieve(heads.query(encodings), torch.full_like(batch.passage, -1), 16, 16)
     assert torch.equal(answer.ids[linked], z["out/final_top_memory_ids"][targets].long())
     assert torch.equal(answer.entity[linked], z["out/final_top_entity_ids"][targets].long())
@@ -434,7 +434,7 @@ def test_tome_with_our_removal_rule_differs_from_theirs_only_where_they_lost_pla
 def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
     z, name, case = golden(f"batch_tome{blocks}"), f"BATCH-TOME, {blocks} block" + "s" * (blocks - 1), "disallow_fixed"
     batch = batch_of(z)
-    assert batch.unmasked is batch.tokens               # both passes are over the masked text, as in theirs
+    assert batch.unmasked is batch.tokens               # both passes use the masked text, as in the public code
     real, targets = z["in/mention_mask"] > 0, z["in/mention_target_weights"] > 0
     linked = batch.entity > 0
 
@@ -456,7 +456,7 @@ def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
     same_forward(name, keys, z[f"{case}/memory_keys"][targets])
     same_forward(name, values, z[f"{case}/memory_values"][targets])
 
-    # The public code keeps masked mentions in the batch's memory; so no mention is masked for it here.
+    # The public code keeps masked mentions in the batch memory, so here no mention counts as masked.
     _, _, H, found = model(replace(batch, is_target=torch.zeros_like(batch.is_target)))
     same_forward(name, H[mask], z[f"{case}/encoding"][mask])
     for prefix, layer in zip(("", "second_"), found):
@@ -468,7 +468,7 @@ def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
     same_forward(name, encodings[linked], z[f"{case}/target_mention_encodings"][targets])
     if blocks == 1:
         own = batch.passage[:, None] == batch.passage[linked]
-        assert not found[0].weights[own].any()          # Decision 2. Their "disallow", uncorrected, sees nothing else:
+        assert not found[0].weights[own].any()  # The public code's uncorrected "disallow" attends only to `own`:
         assert not z["disallow_as_is/memory_attention_weights"][real][:, targets][~own].any()
 
         logits = tome.mlm_logits(H, targets_of(z)[0])
@@ -480,7 +480,7 @@ def test_both_forward_passes_of_batch_tome_match_the_public_encoder(blocks):
         total = sum(weight * loss for weight, loss in losses.values())
         same_forward(f"{name}, losses", total, z[f"{case}/loss/total"])
         total.backward()
-        # a bias of the keys shifts all scores of a mention equally, which the softmax ignores
+        # The keys' bias shifts all scores of a mention equally, which the softmax ignores.
         same_gradients(name, gradients(model), state(f"{case}/grad_param/"), zero=["key.linear.bias"])
 
 # ---- Entity markers
@@ -493,12 +493,12 @@ def test_entity_markers_are_where_the_public_code_puts_them(example):
     for row, (ids, mask) in enumerate(zip(z["in_text_ids"], z["in_text_mask"])):
         ids = ids[mask > 0]
         here = np.flatnonzero((z["in_mention_mask"] > 0) & (z["in_mention_batch_positions"] == row))
-        # token i is character i; the text is short enough for one passage; [CLS] and [SEP] are ours
+        # Token i is character i. The text fits into one passage. Only our code adds [CLS] and [SEP].
         first, last = (z[f"in_mention_{name}_positions"][here].tolist() for name in ("start", "end"))
         mentions = [data.Mention(a, b + 1, "linked") for a, b in zip(first, last)]
         encoding = SimpleNamespace(ids=ids.tolist(), offsets=[(i, i + 1) for i in range(len(ids))])
         piece, = data.encode_text(encoding, mentions, 100, 100, special, Counter())
-        kept = z["out_mention_mask"][here] > 0          # theirs drops what does not fit new_length, ours cuts the text
+        kept = z["out_mention_mask"][here] > 0  # the public code drops mentions beyond new_length; ours cuts the text
         n_mentions, n_dropped = n_mentions + len(here), n_dropped + int((~kept).sum())
         order, tokens = np.argsort(piece.index), np.array(piece.tokens)
         start, end = (np.flatnonzero(tokens == marker)[order] - 1 for marker in (1, 2))

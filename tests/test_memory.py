@@ -1,4 +1,4 @@
-"""Building, saving and loading a memory.   python -m pytest tests/test_memory.py"""
+"""Checks that a memory is built, saved and loaded.   python -m pytest tests/test_memory.py"""
 import os
 import resource
 from pathlib import Path
@@ -19,7 +19,7 @@ from tome import TOME, BatchTOME
 CPU = torch.device("cpu")
 TINY = Config(vocab_size=500, hidden=8, n_heads=2, intermediate=12, n_initial=1, n_upper=1,
               max_positions=128, dropout=0.0, key_dim=4, value_dim=6, coref_dim=4, k=8, k_shard=8,
-              precision="float32")      # bfloat16 rounds differently in batches of other widths
+              precision="float32")      # in bfloat16, rounding depends on the batch width
 
 def new_encoder(seed=0):
     torch.manual_seed(seed)

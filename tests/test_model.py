@@ -1,4 +1,4 @@
-"""The model's layers and losses against plain loops.   python -m pytest tests/test_model.py"""
+"""Compares the model's layers and losses with plain loops.   python -m pytest tests/test_model.py"""
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_me
     layers, memory = one.blocks[0].transformer.layers, one.blocks[0].memory_attention
     x = torch.nn.functional.layer_norm(torch.randn(6, TINY.hidden), (TINY.hidden,), eps=1e-12)
     for block, numbers in zip(two.blocks, sources, strict=True):
-        for added in block.transformer.layers[len(numbers):]:       # above a single layer: an idle one
+        for added in block.transformer.layers[len(numbers):]:       # an idle layer above a single layer
             whole = Packing(torch.ones(1, 6, dtype=torch.bool))
             torch.testing.assert_close(added(x, whole, whole), x)
         assert len(block.transformer.layers) == (2 if n_upper == 1 else len(numbers))
@@ -72,7 +72,7 @@ def test_tome_2_starts_with_batch_tomes_layers_in_order_and_two_copies_of_its_me
 
 @torch.no_grad()
 def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_keys():
-    """A component with the variance v gets 20 / 4 * v / (v + a tenth of the largest variance)."""
+    """A component with variance v gets the variance 20 / 4 * v / (v + a tenth of the largest variance)."""
     torch.manual_seed(5)
     model = BatchTOME(TOME(replace(TINY, max_positions=40)))
     tome, batches = model.tome, [read_batch(seed) for seed in range(40)]
@@ -162,7 +162,7 @@ def test_given_memories_have_the_wanted_entity_and_another_passage_and_other_men
     H, layer, table = torch.randn(3, 8, 16), MemoryAttention(TINY), memory_of()
     given = GivenMemory(table, 50)
     own = table.entity[table.passage == 7]                      # the passage of mentions 0, 1, 2
-    given.wanted = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # 49: no row has it
+    given.wanted = torch.tensor([int(own[0]), 0, 49, int(table.entity[20]), int(table.entity[25]), 0])  # no row has 49
     given.others_search = others_search
     _, found = layer(H, Mentions, given)
     _, searched = layer(H, Mentions, table)
@@ -195,7 +195,7 @@ def test_scores_are_float32_under_bfloat16_autocast(n_search):
     keys, query, ids = 1 + torch.randn(500, 16), 1 + torch.randn(40, 16), torch.arange(500)
     table = MentionMemory(keys, keys, ids % 7, ids // 5, ids).changed(n_search=n_search)
     with torch.autocast("cpu", torch.bfloat16):
-        assert (query @ keys.T).dtype == torch.bfloat16         # what it would be without ann.dot
+        assert (query @ keys.T).dtype == torch.bfloat16         # the type without ann.dot
         found = table.retrieve(query, ids[:40], 7, 7)
         scored = batch_memory(table).attend(query, ids[:40]).scores
         loss = coreference_loss(keys, table.entity, table.passage)
@@ -234,7 +234,7 @@ def test_what_a_passage_retrieves_and_its_output_do_not_depend_on_the_other_pass
         assert not together[row, n:].any()
 
 def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_has_alone():
-    """26 of the 190 padding positions are computed (encoder.Packing)."""
+    """encoder.Packing also computes 26 of the 190 padding positions."""
     torch.manual_seed(0)
     block = TransformerBlock(TINY, 2).eval()
     mask = torch.arange(21) < torch.arange(2, 22)[:, None]
@@ -254,7 +254,7 @@ def test_a_block_gives_each_passage_of_a_batch_the_output_and_gradients_that_it_
 @pytest.mark.parametrize("entity", [[1, 1, 2, 2, 1, 3, 0, 0, 4, 2, 1, 4], [9] + 11 * [7]],
                          ids=["", "some without a negative"])
 def test_coreference_loss_is_the_mean_cross_entropy_over_positives_app_a2(entity):
-    """For a mention with a positive but no negative it is 0, and the mention counts."""
+    """A mention with a positive but no negative has loss 0 and counts in the mean."""
     torch.manual_seed(0)
     z, passage = torch.randn(12, 4, requires_grad=True), [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 2]
     losses = []
@@ -285,7 +285,7 @@ def test_entity_prediction_is_minus_log_of_eq_10_over_mentions_with_a_retrieved_
     scores = torch.tensor([[2., 1., 0., -1.], [1., 1., -torch.inf, -torch.inf], [3., 2., 1., 0.], [-torch.inf] * 4,
                            [1., 2., 3., 4.]], requires_grad=True)
     memory_entity = torch.tensor([[5, 6, 5, 7], [6, 6, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0], [9, 9, 9, 9]])
-    entity = torch.tensor([5, 6, 9, 5, 0])                                  # 2: not retrieved, 3: nothing, 4: not linked
+    entity = torch.tensor([5, 6, 9, 5, 0])             # 2: entity not retrieved, 3: nothing retrieved, 4: not linked
     losses = []
     for m in (0, 1):
         e = [math.exp(s) for s in scores[m].tolist()]
@@ -302,7 +302,7 @@ def test_mlm_loss_is_zero_if_no_token_is_masked():
 
 def test_buckets_are_rebuilt_only_if_keys_or_passages_change():
     memory = memory_of().changed(n_search=2)
-    memory.search(memory.keys[:1], 1, None)                                 # builds them
+    memory.search(memory.keys[:1], 1, None)                                 # builds the buckets
     assert memory.shuffled().index is memory.index                          # only the values have moved
     assert memory.changed(n_search=3).index is memory.index                 # the same buckets, more of them searched
     for changed in (memory.select(torch.arange(30) > 3), memory.by_article(np.arange(10))):
@@ -321,7 +321,7 @@ def test_sample_shuffled_and_by_article_change_only_what_they_should():
 
 @torch.no_grad()
 def test_a_block_with_is_used_computes_the_same_there_and_zero_elsewhere():
-    """The last layer has 150 rows to compute, which Packing fills up to 256 with others, even padding.
+    """The last layer must compute 150 rows. Packing adds other rows, even padding, to reach 256.
     TransformerBlock adds 3 columns of padding to the 45."""
     torch.manual_seed(8)
     block = TransformerBlock(TINY, 2).eval()

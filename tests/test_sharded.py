@@ -1,4 +1,4 @@
-"""Several processes compute what one computes.   python -m pytest tests/test_sharded.py"""
+"""Checks that several processes compute the same as one.   python -m pytest tests/test_sharded.py"""
 import json
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ import train
 from memory import ARRAYS, GivenMemory, MentionMemory, load_memory
 from traffic import counted
 
-# With k_shard = k the search is exact. Batches of qa are larger, since among few questions none may
-# retrieve its answer, and then all gradients are zero.
+# With k_shard = k, search is exact. Batches of qa are larger, so that some question retrieves its
+# answer; otherwise all gradients would be zero.
 TINY = {**train.PRESETS["toy"], "intermediate": 96, "n_initial": 1, "cluster": 16,
         "eval_mentions": 20, "memory_from": 0.0, "k_answer": 40, "k_answer_shard": 40,
         "schedule": {name: train.Schedule(2, 1e-3, 1, 40 if name == "qa" else 16)
@@ -25,7 +25,7 @@ STAGES = ("batch-tome", "tome", "claims", "qa")
 
 @pytest.fixture(scope="module")
 def folder(small_world, tmp_path_factory):
-    """A run with every stage's result, and its memory in shards of 32 passages."""
+    """A run with stage tome's result, a memory in shards of 32 passages, and files of examples."""
     out = tmp_path_factory.mktemp("sharded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train.PRESETS, "toy", TINY)
@@ -49,7 +49,7 @@ def stage_of(folder, kind):
     return run, train.new_stage(run, plan)
 
 def first_step(folder, kind, found):
-    """Loss, gradients and bytes sent in a stage's first step. Empties `found`."""
+    """Loss, gradients, mentions and bytes sent in a stage's first step. Empties `found`."""
     rank, size = ann.rank_and_size()
     _, stage = stage_of(folder, kind)
     batch = stage.next_batch(0).part(rank, size)
@@ -72,7 +72,7 @@ def process(rank, size, folder, stages, results):
 
     def watched(self, *arguments):
         found.append(retrieve(self, *arguments))
-        n_local[:] = [len(self)]                # of the training passages
+        n_local[:] = [len(self)]                # rows from training passages
         return found[-1]
 
     MentionMemory.retrieve = watched
@@ -100,7 +100,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def several(folder, tmp_path_factory):
-    """Each of 2, 4 and 3 processes after the first step of each stage (3 processes: of tome)."""
+    """{number of processes: {stage: [result of each process]}}. Three processes run only tome."""
     done = {}
     for size, stages in ((2, STAGES), (4, STAGES), (3, ("tome",))):
         results = tmp_path_factory.mktemp(f"{size}")
@@ -110,7 +110,7 @@ def several(folder, tmp_path_factory):
     return done
 
 def assert_same_step(one, other):
-    """Two results of first_step have the same loss and gradients, to 1e-5."""
+    """Asserts that two results of first_step have the same loss and gradients, to within 1e-5."""
     assert other["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert other["grads"].keys() == one["grads"].keys()
     for name, grad in one["grads"].items():
@@ -159,7 +159,7 @@ def test_batch_tome_is_not_evaluated_until_the_fit_has_made_retrieval_useful(fol
 
 @pytest.mark.slow
 def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
-    """The clozes of these claims go to another process."""
+    """The cloze in each batch goes to the other process."""
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     claim, *others = data.read_examples(folder / "claims.jsonl", "claims")[:40]
     run, stage = stage_of(folder, "claims")
@@ -177,15 +177,15 @@ def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_number_of_bytes_sent_per_step_follows_from_the_shapes(several, size):
-    """What a process sends per step of stage tome, with one memory layer."""
+    """Checks the bytes that a process sends per step of stage tome, with one memory layer."""
     results, d_K, d_V, k_shard, k_answer_shard = several[size]["tome"], 64, 128, 64, 40
     mentions = [r["mentions"] for r in results]
     bounds = np.cumsum([0] + [r["n_local"] for r in results])
-    # [a, b]: how many rows process a requests from process b, for the memory layer and for eq. 10.
+    # [a, b]: number of rows that process a requests from process b, for the memory layer and eq. 10
     layer, answer = (np.array([np.histogram(ids[ids >= 0].unique(), bounds)[0] for ids in each])
                      for each in zip(*(r["ids"] for r in results)))
     for n in (layer, answer):
-        np.fill_diagonal(n, 0)                      # a process does not send itself anything
+        np.fill_diagonal(n, 0)                      # a process sends nothing to itself
     for rank, r in enumerate(results):
         m, M = mentions[rank], sum(mentions)
         assert r["sent"]["gather"] == 2 * (size - 1) * max(mentions) * (4 * d_K + 8)

@@ -1,4 +1,4 @@
-"""How long the text is: python -m pytest -s tests/test_text.py prints it, a line a file."""
+"""Checks text lengths and imports. python -m pytest -s tests/test_text.py prints a line per file."""
 import ast
 import io
 import tokenize
@@ -18,7 +18,7 @@ MAY_IMPORT = {
 
 
 def prose_lines(text):
-    """Numbers of the lines that are a comment alone or part of a docstring."""
+    """Numbers of the lines that contain only a comment or belong to a docstring."""
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and token.line.strip().startswith("#"):
@@ -37,7 +37,7 @@ def test_the_readmes_are_short_and_their_prose_is_at_most_100_columns_wide(name,
     is_code = False
     for number, line in enumerate(lines, 1):
         is_code ^= line.startswith("```")
-        if not is_code and not line.startswith("|"):            # a row of a table has to be one line
+        if not is_code and not line.startswith("|"):            # a table row must be one line
             assert len(line) <= 100, f"{name}:{number} has {len(line)} columns"
 
 def test_no_line_of_the_code_is_wider_than_100_columns():

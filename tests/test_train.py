@@ -1,6 +1,6 @@
-"""The run folder's contract, the stages, mistakes in flags.   python -m pytest tests/test_train.py
+"""Checks the run folder's contract, the stages and wrong flags.   python -m pytest tests/test_train.py
 
-"Contract 1" to "8" refer to the numbered sentences about the run folder in the README.
+"Contract 1" to "8" refer to the numbered rules of the run folder in the README.
 """
 import json
 import os
@@ -29,7 +29,7 @@ def run(stage, out, *flags):
     return quietly(train.main, ["--stage", *stage.split(), "--out", out, "--quiet", *flags])
 
 def works(*arguments):
-    """What a command prints, which has to end with status 0."""
+    """The output of a command, which must end with status 0."""
     code, said, err = run(*arguments)
     assert code == 0, err
     return said
@@ -38,11 +38,11 @@ def about(path):
     return train.read_checkpoint(path)["about"]
 
 def times(out):
-    """{path: when it was last changed}, to see that a command changes nothing."""
+    """{path: time of its last change}, to check that a command changes nothing."""
     return {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 def retouch(path):
-    """A checkpoint with other weights, otherwise intact."""
+    """Changes a checkpoint's weights and leaves the file otherwise intact."""
     whole = torch.load(path, weights_only=True)
     torch.save(whole | {"model": {name: 1.01 * t for name, t in whole["model"].items()}}, path)
 
@@ -53,14 +53,14 @@ def figures_of(out, *flags):
 
 @pytest.fixture
 def before(reference, tmp_path):
-    """before(stage): a copy of the folder before this stage, which tests may change."""
+    """before(stage), which returns a copy of the run folder before this stage, for tests to change."""
     def copied(stage):
         return Path(shutil.copytree(reference.before[stage] / "run", tmp_path / f"before {stage}"))
     return copied
 
 @pytest.fixture
 def corpus_file(reference, tmp_path):
-    """The small toy world's corpus as a user's file."""
+    """A user's corpus file, with the texts of the small toy world."""
     return Path(shutil.copy(reference.whole / "world/corpus.jsonl", tmp_path / "mine.jsonl"))
 
 # ---- Contract 1 and 2: run.json ------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_a_flag_that_contradicts_run_json_is_refused_with_both_values(
     refused(run("tome", done, flag, value), f"{flag} {value}", before, "leave the flag out",
             "choose another --out")
     assert not difference(done, whole)
-    works("tome", done, "--preset", "toy", "--seed", 0, "--hidden", 96, "--clip", 1)    # the same
+    works("tome", done, "--preset", "toy", "--seed", 0, "--hidden", 96, "--clip", 1)    # equal values
 
 def test_a_corpus_file_may_move_but_not_change(tmp_path, corpus_file):
     out = tmp_path / "run"
@@ -177,7 +177,7 @@ def test_from_refuses_a_setting_that_an_inherited_result_depends_on(
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob("*.part"))
 
 def test_a_second_command_does_not_empty_the_new_folder_of_the_first(reference, tmp_path):
-    """Both make NEW.part; the first one holds its lock."""
+    """Both commands use NEW.part, which the first has locked."""
     fcntl, part = pytest.importorskip("fcntl"), tmp_path / "new.part"
     part.mkdir()
     (part / "batch-tome.pt").write_text("half of it")
@@ -294,7 +294,7 @@ def test_a_result_is_refused_if_its_source_has_changed(done, changed, stage, ref
     else:
         (done / changed).write_text((done / changed).read_text() + " ")
     whole = contents(done)
-    if refused_file is None:                # its files are the same
+    if refused_file is None:                # the world's other files are unchanged
         works(stage, done)
     else:
         refused(run(stage, done), refused_file, "remove")
@@ -305,13 +305,13 @@ def test_a_memory_is_refused_if_batch_tome_has_changed(before):
     retouch(out / "batch-tome.pt")
     refused(run("tome", out), f"{out / 'memory'} was made with a different batch-tome")
     shutil.rmtree(out / "memory")
-    works("tome", out, "--steps", 1)        # the advice
+    works("tome", out, "--steps", 1)        # as advised
 
 @pytest.mark.parametrize("kind, source", [
     ("memory", "memory"), ("corpus", "corpus"), ("memory", "appended-0001/memory"),
     ("corpus", "appended-0001/corpus")])
 def test_an_appended_corpus_and_memory_that_do_not_match_are_refused(done, kind, source):
-    """The memory from before an append with the corpus from after it, and the other way round."""
+    """Pairs the memory from before an append with the corpus from after it, and vice versa."""
     target = done / "appended-0002" / kind
     shutil.rmtree(target)
     shutil.copytree(done / source, target)
@@ -329,7 +329,7 @@ def test_a_model_is_refused_if_the_corpus_was_rebuilt_with_another_vocabulary(do
 
 def test_an_interruption_and_an_append_do_not_change_the_bytes_of_a_finished_file(
         reference, before):
-    """It contains weights only, since an unfinished file also contains the optimizer's state."""
+    """A finished file contains only weights; an unfinished file also has the optimizer's state."""
     out = before("qa")
     assert faults.run(command("qa", reference.folder, out), faults.die_at_step(4))[0] < 0
     half = torch.load(out / "qa-1.pt", weights_only=True)
@@ -365,7 +365,7 @@ def test_the_append_with_the_highest_number_is_used(done):
     assert len(names[0]) > len(names[1]) > len(names[2]) and names[0][:len(names[1])] == names[1]
 
 def test_training_does_not_depend_on_appended_text(reference, done):
-    """Nor does fine-tuning, where only the appended text contains some of the answers."""
+    """Nor does fine-tuning, although only the appended text contains some of the answers."""
     for stage, name in (("tome", "tome-1"), ("tome-2", "tome-2"), ("qa", "qa-1")):
         (done / f"{name}.pt").unlink()
         assert quietly(train.main, command(stage, reference.folder, done))[0] == 0
@@ -404,7 +404,7 @@ def test_an_append_gives_the_memory_of_a_corpus_built_at_once(reference, done, t
     assert (table.mention.numpy() == rows["mention"]).all()
 
 def test_the_cost_of_an_append_is_linear_in_the_new_text(done, tmp_path):
-    """Cost is the number of Python function calls. All texts have the same title."""
+    """Measures cost in Python function calls. All texts have the same title."""
     shutil.rmtree(done / "appended-0002")
     calls = []
     for n in (50, 200, 800):
@@ -420,7 +420,7 @@ def test_the_cost_of_an_append_is_linear_in_the_new_text(done, tmp_path):
             works("memory", done, "--append", tmp_path / f"{n}.jsonl")
         finally:
             sys.setprofile(None)
-    assert calls[2] - calls[0] < 7 * (calls[1] - calls[0])              # 5 times as many texts
+    assert calls[2] - calls[0] < 7 * (calls[1] - calls[0])              # 750 and 150 more texts
 
 def test_a_mistake_in_an_appended_file_changes_nothing(before, tmp_path):
     out, more = before("append"), tmp_path / "more.jsonl"
@@ -458,7 +458,7 @@ def test_the_memory_contains_the_encoders_key_and_value_of_each_linked_mention(r
 
 def test_a_process_without_a_shard_has_an_empty_memory_of_the_same_type(
         before, tmp_path, monkeypatch):
-    """Processes exchange rows, which are float16 if the memory is."""
+    """Processes exchange rows, which have the memory's type, such as float16."""
     out = before("memory")
     works("memory", tmp_path / "half", "--from", out, "--memory-dtype", "float16")
     full = memory_file.load_memory(tmp_path / "half/memory")[0]
@@ -582,7 +582,7 @@ def test_start_begins_a_stage_from_other_weights(done, tmp_path):
     def far(a, b):
         return max((a[name] - b[name]).abs().max().item() for name in a)
     other, old = (done / "tome-1.pt").rename(tmp_path / "other.pt"), tmp_path / "scratch"
-    works("tome", done, "--start", other, "--steps", 0)     # taken as trained
+    works("tome", done, "--start", other, "--steps", 0)     # used without further training
     assert far(weights(done / "tome-1.pt"), weights(other)) == 0
     assert about(done / "tome-1.pt")["start"] == [[str(other), data.checksum(other)]]
     works("tome", old, "--from", done, "--start", "scratch")
@@ -590,7 +590,7 @@ def test_start_begins_a_stage_from_other_weights(done, tmp_path):
     word = "embeddings.word.weight"
     began, seed_1 = ({word: train.new_batch_tome(loaded, seed).tome.state_dict()[word]}
                      for seed in (loaded.seed, loaded.seed + 1))
-    # The initial weights of the memory's encoder would not be independent of it (app. B.6).
+    # The Mention Encoder's own initial weights would not be independent of that encoder (app. B.6).
     assert far(seed_1, scratch) < 0.02 < 0.1 < far(began, scratch)
 
 # ---- Mistakes: one sentence, a non-zero exit, nothing half-written -------------------------------
@@ -626,7 +626,7 @@ def test_a_command_line_that_makes_no_sense_is_refused(
 
 @pytest.mark.parametrize("name", [name for name in train.CHECKED if name != "warmup"])
 def test_a_setting_out_of_range_gives_one_sentence(name, capsys, tmp_path):
-    """Values below and above the range, not a number, or not one of the choices."""
+    """Tries values below and above the range, NaN, infinity, and a word that is not allowed."""
     setting, flag, out = train.CHECKED[name], f"--{name.replace('_', '-')}", tmp_path / "run"
     values = ["x"]
     if not isinstance(setting.default, str):
@@ -635,7 +635,7 @@ def test_a_setting_out_of_range_gives_one_sentence(name, capsys, tmp_path):
     for value in values:
         try:
             code = train.main(["--stage", "tome", "--out", str(out), f"{flag}={value}"])
-        except SystemExit as leaving:       # argparse: not of the setting's type
+        except SystemExit as leaving:       # from argparse: the value has the wrong type
             code = leaving.code
         err = capsys.readouterr().err
         assert code in (1, 2) and flag in err and "Traceback" not in err, (value, err)
@@ -738,7 +738,7 @@ def test_without_held_out_text_the_run_prints_no_figures(tmp_path, corpus_file):
     assert "tokens " not in said and "after the fit" not in said
 
 def test_a_command_ends_with_the_report_of_eval_py(before, monkeypatch):
-    """eval.py runs in a process of its own, with the flags of the stage."""
+    """eval.py runs in its own process, with the stage's flags."""
     out, lines = before("tome"), []
 
     def in_this_process(line):
@@ -754,8 +754,8 @@ def test_a_command_ends_with_the_report_of_eval_py(before, monkeypatch):
 
 @slow
 def test_a_trained_run_answers_from_new_text_as_soon_as_it_is_in_the_memory(tmp_path, monkeypatch):
-    """Starts from the run of the README's first command. Questions about a world that was made
-    after training are answered once its text is in the memory, and hardly before."""
+    """The model answers questions about a new world once its text is in the memory, and hardly any
+    before. Starts from the run that the README's first command makes."""
     monkeypatch.undo()                      # the full toy world
     made, out = ROOT / "runs/toy", tmp_path / "run"
     if not (made / "tome-1.pt").exists():
@@ -763,7 +763,7 @@ def test_a_trained_run_answers_from_new_text_as_soon_as_it_is_in_the_memory(tmp_
     lines, examples = data.toy_world(1)
     known = {line["title"] for line in data.toy_world(0)[0]}
     questions = [q for q in examples["qa.one_hop.test"] if q["subject"] not in known
-                 and q["relations"][0] in ("director", "star", "location")]    # in one article
+                 and q["relations"][0] in ("director", "star", "location")]    # stated in one article
     data.write_lines(tmp_path / "new.jsonl", questions)
     subjects = {q["subject"] for q in questions}
     data.write_lines(tmp_path / "more.jsonl", (x for x in lines if x["title"] in subjects))

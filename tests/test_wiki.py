@@ -1,6 +1,6 @@
-"""data.py: Wikipedia dumps, KILT's knowledge source, published task files.   pytest tests/test_wiki.py
+"""Checks data.py on Wikipedia dumps, KILT's knowledge source and task files.   pytest tests/test_wiki.py
 
-The dumps are written here by hand; real ones are used if $TOME_DATA, or otherwise ../shared/data, has them.
+Most tests write their own dumps. Real dumps are used if $TOME_DATA, by default ../shared/data, contains them.
 """
 import bz2
 import gzip
@@ -31,7 +31,7 @@ def page(title, text, ns=0, redirect=None):
             f'<text xml:space="preserve">{escape(text)}</text></revision></page>\n')
 
 def dump(path, *pages):
-    """Writes a dump. Skips the test if the parser of wikitext is not installed."""
+    """Writes a dump. Skips the test if the wikitext parser is not installed."""
     pytest.importorskip("mwparserfromhell")
     xml = ('<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/" version="0.10">'
            '<siteinfo><namespaces><namespace key="0" case="first-letter" /></namespaces></siteinfo>\n'
@@ -255,7 +255,7 @@ def test_a_wrong_request_gets_one_sentence(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="pipe: not a regular file"):
         data.wiki(tmp_path / "pipe", out)
     with pytest.raises(UserError, match="No such file.*check the folder"):
-        data.wiki(tmp_path / "none.xml", tmp_path / "no folder" / "out.jsonl")     # before it is read
+        data.wiki(tmp_path / "none.xml", tmp_path / "no folder" / "out.jsonl")     # before the dump is read
     path.write_text(path.read_text().replace("<mediawiki ", '<mediawiki xml:lang="de" '))
     data.wiki(path, out)
     assert capsys.readouterr().err.count("only English") == 1 and len(lines_of(out)) == 1
@@ -288,7 +288,7 @@ def test_the_real_dump_is_accounted_for(tmp_path):
     with bz2.open(DUMP, "rt", encoding="utf-8") as file:
         pages = re.findall(r"<page>.*?</page>", file.read(), re.S)
     links = [re.search("<text.*?</text>", p, re.S)[0].count("[[") for p in pages if "<redirect" not in p]
-    assert 32_009 == counts["links"] < sum(links)         # the rest: pages that list meanings
+    assert 32_009 == counts["links"] < sum(links)         # the rest: disambiguation pages
     assert accounted(counts) and counts["sections left out"] == 0
     texts = list(data.read_corpus(tmp_path / "out.jsonl.gz"))
     assert len(texts) == counts["texts"]
@@ -371,7 +371,7 @@ def corpus(tmp_path):
     return tmp_path / "corpus.jsonl"
 
 def run(tmp_path, name, content, **options):
-    """The examples in a published file. content: a text, or what is written as JSON or JSON lines."""
+    """The examples in a published file. content: its text, or an object to write as JSON or JSON lines."""
     path = tmp_path / "published.json"
     if not isinstance(content, str):
         is_lines = name in ("fever", "fm2")
@@ -467,7 +467,7 @@ def test_the_real_questions_agree_with_the_given_pairing(tmp_path):
               corpus=REAL / "wikispeedia_linked.jsonl.gz")
     pairs = [(set(line["answers"]), set(record["corpus_answers"])) for line, record in
              zip(lines_of(tmp_path / "out.jsonl"), lines_of(REAL / "paired" / "entityquestions_train.jsonl"))]
-    assert len(pairs) == 420 and sum(bool(ours) for ours, _ in pairs) > 340     # the others need aliases
+    assert len(pairs) == 420 and sum(bool(ours) for ours, _ in pairs) > 340     # the other questions need aliases
     assert all(ours <= theirs for ours, theirs in pairs)
 
 # ---------------------------------------------------------------- noun chunks
