@@ -972,11 +972,11 @@ PRESETS = {
     "toy": data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, n_initial=3, n_upper=1,
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.63,
+        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.55,
         memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
         init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
         eval_mentions=100, schedule={
-            "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(250, 1e-3, 50, 64),
+            "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "tome-2": Schedule(400, 1e-3, 50, 64), "claims": Schedule(1200, 1e-3, 50, 64),
             "claims-2": Schedule(2400, 1e-3, 50, 64), "qa": Schedule(250, 1e-3, 25, 64),
             "qa-2": Schedule(800, 1e-3, 40, 64)}),
