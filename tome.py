@@ -216,14 +216,14 @@ def sinusoidal_positions(model):
     position.copy_(waves * model.config.init_std * 2 ** 0.5)    # mean of sin^2 and cos^2: 1/2
 
 @torch.no_grad()
-def fit_retrieval(model, batches, self_score=30.0):
+def fit_retrieval(model, batches, self_score=20.0):
     """Sets the layers of keys, queries and z of eq. 10 in closed form, from batches in which half
     of the mentions are masked. The query and z of a mention in the masked text are fitted to its
     key in the unmasked text, so no labels are used. This key is never retrieved, since it is from
     the same passage. But keys of the same entity are near it, since the coreference loss has made
     mentions of an entity similar. self_score: the mean score of a query with its target, and an
-    upper bound on the mean score of a key with itself. Other keys score 0 on average, and e^30
-    outweighs millions of e^0. (Random layers find nothing, since all [H_s; H_e] are similar.)"""
+    upper bound on the mean score of a key with itself. Other keys score 0 on average, and e^20
+    outweighs thousands of e^0. (Random layers find nothing, since all [H_s; H_e] are similar.)"""
     of_queries, of_answers, of_keys = linked_spans(model, batches)
     if len(of_keys) < 2:
         return
@@ -249,14 +249,13 @@ def linked_spans(model, batches):
 
 def fit_keys(layer, X, self_score):
     """Sets `layer` so that keys are the first n <= d_K principal components of X (m, 2 hidden),
-    each divided by its standard deviation and scaled by sqrt(self_score / n). A tenth of the
-    largest variance is first added to every variance, so that components that vary little, which
-    rarely tell entities apart, are not scaled up. Returns the keys of X (m, d_K)."""
+    each scaled to a variance of self_score / n. Returns the keys of X (m, d_K)."""
     mean = X.mean(0)
     covariance = (X - mean).T @ (X - mean) / len(X)
     variance, direction = torch.linalg.eigh(covariance)                         # ascending
     n = min(len(layer.weight), len(variance))
-    deviation = (variance[-n:] + 0.1 * variance[-1]).clamp(min=1e-12).sqrt()
+    # The added term keeps directions with almost no variance from being scaled up.
+    deviation = (variance[-n:] + 1e-3 * variance[-1]).clamp(min=1e-12).sqrt()
     W = X.new_zeros(layer.weight.shape)                                         # (d_K, 2 hidden)
     W[:n] = (direction[:, -n:] / deviation).T * (self_score / n) ** 0.5
     layer.weight.copy_(W)

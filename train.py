@@ -967,12 +967,12 @@ PRESETS = {
         memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_until=0.29,
         teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
         eval_mentions=100, schedule={
-            "batch-tome": Schedule(430, 6e-4, 50, 64), "tome": Schedule(330, 8e-4, 20, 64),
+            "batch-tome": Schedule(500, 6e-4, 50, 64), "tome": Schedule(450, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, n_initial=3, n_upper=1,
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
-        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.55,
+        k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.63,
         memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
         init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
         eval_mentions=100, schedule={
