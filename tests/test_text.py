@@ -47,11 +47,11 @@ def test_no_line_of_the_code_is_wider_than_100_columns():
         lines, share = len(text.splitlines()), len(prose_lines(text))
         widest = max(map(len, text.splitlines()))
         first = len(text.partition("\n# ==== Set apart")[0].splitlines())
-        print(f"{name + '.py':<12}{lines:>6} lines   before what is set apart {first:>5}   "
+        print(f"{name + '.py':<12}{lines:>6} lines   above Set apart {first:>5}   "
               f"widest {widest:>3}   prose {share / lines:.0%}")
         assert widest <= 100, f"{name}.py has a line of {widest} columns"
         total, prose, method = total + lines, prose + share, method + first
-    print(f"{'in all':<12}{total:>6} lines   before what is set apart {method:>5}   "
+    print(f"{'in all':<12}{total:>6} lines   above Set apart {method:>5}   "
           f"prose {prose / total:.0%}")
 
 
