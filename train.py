@@ -142,8 +142,8 @@ class Plan(Schedule):
         return flags + " --blocks 2" * (self.blocks == 2)
 
 # ---- The stages ----------------------------------------------------------------------------------
-# A stage has a model, next_batch(step), losses(batch, step), evaluate() and fit_step: it is evaluated
-# only after more than fit_step steps. One loop, below, trains all stages except `memory`, which
+# A stage has a model, next_batch(step), losses(batch, step), evaluate() and fit_step: evaluation
+# begins after more than fit_step steps. One loop, below, trains all stages except `memory`, which
 # memory.build_memory performs. Each loss is this process's share of the mean over the whole batch,
 # so the sum of all processes' gradients is the batch's gradient.
 #
