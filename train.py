@@ -89,7 +89,8 @@ class Settings:
                                      "tome")
     entity_weight: float = setting(0.15, (0, 1), "weight of eq. 10's loss in stage tome", "tome")
     # The next settings, up to cloze_weight, are not in the paper. They control the start of
-    # batch-tome and its fit, masking, learning rates, linking, teacher forcing, and clozes.
+    # batch-tome and its fit, masking, learning rates, linking, teacher forcing, the end of stage
+    # tome, and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "initial fraction of batch-tome's steps in which "
                                  "mentions get their own values; then fit_retrieval runs")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
@@ -104,6 +105,8 @@ class Settings:
                                            "entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity in the later steps", "tome")
+    sharpen: float = setting(1.0, (0.01, 100), "factor by which stage tome multiplies the memory "
+                             "layers' queries before its last step", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     # As in pre-training. (The paper fine-tunes with 32 processes; 32 each would make only 1,024.)
     k_finetune: int = setting(4096, (1, 10**6), "--k-answer in fine-tuning, which learns only from "
@@ -310,6 +313,12 @@ class TOMEStage:
         self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
     def next_batch(self, step):
+        """The batch of a step. Before the last step, the memory layers' queries are multiplied by
+        `sharpen`: training works better with soft attention, prediction with sharp attention."""
+        if step == self.plan.steps - 1:
+            for name, parameter in self.model.named_parameters():
+                if ".memory_attention.query." in name:
+                    parameter.data *= self.run.settings.sharpen
         return masked_batch(self.run, self.items(step, self.plan.batch), 3, step)
 
     def losses(self, batch, step):
@@ -974,7 +983,7 @@ PRESETS = {
         key_dim=64, value_dim=128, coref_dim=64, dropout=0.0, k=64, k_shard=64, k_answer=64,
         k_answer_shard=64, k_finetune=256, cluster=64, mention_rate=0.4, memory_from=0.63,
         memory_fraction=1.0, memory_dtype="float32", fit_passages=768, lower_lr_scale=0.1,
-        init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
+        sharpen=1.5, init_std=0.05, beta2=0.98, precision="float32", log_every=250, save_every=250,
         eval_mentions=100, schedule={
             "batch-tome": Schedule(2100, 2.5e-3, 100, 64), "tome": Schedule(300, 1e-3, 50, 64),
             "tome-2": Schedule(400, 1e-3, 50, 64), "claims": Schedule(1200, 1e-3, 50, 64),

@@ -517,9 +517,26 @@ def test_no_training_passage_mentions_an_entity_held_out_by_unseen(tmp_path):
     assert all(loaded.entity_group[e] == "unseen" for e in chosen)
 
 @slow
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_queries_are_sharpened_once_before_the_last_step(reference, tmp_path, monkeypatch, blocks):
+    seen, plain = [], train.TOMEStage.losses
+    monkeypatch.setattr(train.TOMEStage, "losses", before_call(
+        plain, lambda stage, *_: seen.append({name: p.detach().clone() for name, p in
+                                              stage.model.named_parameters()})))
+    out, flags = tmp_path / "run", ("--blocks", blocks, "--steps", 3, "--lr", 1e-9)
+    works("tome", out, "--from", reference.whole, "--sharpen", 1.5, *flags)
+    first, second, third = seen
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+    scaled = [name for name in first if not torch.allclose(second[name], third[name], atol=1e-6)]
+    assert len(scaled) == 2 * blocks and all(".memory_attention.query." in n for n in scaled)
+    assert all(torch.allclose(third[name], 1.5 * second[name], atol=1e-6) for name in scaled)
+    after = weights(out / f"tome-{blocks}.pt")
+    assert all(torch.allclose(after[name], third[name], atol=1e-6) for name in third)
+
+@slow
 def test_while_all_mentions_are_given_memories_the_layers_below_are_frozen(reference, tmp_path):
     out, old = tmp_path / "given", reference.whole
-    works("tome", out, "--from", old, "--teacher-forcing-until", 1)
+    works("tome", out, "--from", old, "--teacher-forcing-until", 1, "--sharpen", 1)
     after, began = weights(out / "tome-1.pt"), weights(old / "batch-tome.pt")
     moved = {n for n in after if not torch.equal(after[n], began["tome." + n])}
     assert all(any(part in n for n in moved) for part in (".transformer.", "memory_attention.up"))
