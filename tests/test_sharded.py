@@ -178,7 +178,8 @@ def test_a_process_may_get_claims_without_any_mention(folder, monkeypatch):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_number_of_bytes_sent_per_step_follows_from_the_shapes(several, size):
     """Checks the bytes that a process sends per step of stage tome, with one memory layer."""
-    results, d_K, d_V, k_shard, k_answer_shard = several[size]["tome"], 64, 128, 64, 40
+    results, preset = several[size]["tome"], train.PRESETS["toy"]
+    d_K, d_V, k_shard, k_answer_shard = preset["key_dim"], preset["value_dim"], preset["k_shard"], 40
     mentions = [r["mentions"] for r in results]
     bounds = np.cumsum([0] + [r["n_local"] for r in results])
     # [a, b]: number of rows that process a requests from process b, for the memory layer and eq. 10

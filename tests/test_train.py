@@ -400,8 +400,11 @@ def test_an_append_gives_the_memory_of_a_corpus_built_at_once(reference, done, t
                               settings.max_length)
     encoder = train.load_model(loaded, "batch-tome")
     rows = memory_file.encode_passages(encoder, built, np.arange(len(built.article)), loaded.device)
-    torch.testing.assert_close(table.keys, torch.from_numpy(rows["keys"]), atol=1e-5, rtol=0)
-    assert (table.mention.numpy() == rows["mention"]).all()
+    for name in ("keys", "values"):
+        torch.testing.assert_close(getattr(table, name), torch.from_numpy(rows[name]), atol=1e-5, rtol=0)
+    for name in ("mention", "passage"):
+        assert (getattr(table, name).numpy() == rows[name]).all()
+    assert [loaded.corpus.entity_names[e] for e in table.entity] == [built.entity_names[e] for e in rows["entity"]]
 
 def test_the_cost_of_an_append_is_linear_in_the_new_text(done, tmp_path):
     """Measures cost in Python function calls. All texts have the same title."""
