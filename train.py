@@ -105,8 +105,8 @@ class Settings:
                                            "entity", "tome")
     teacher_forcing_rate: float = setting(0.0, (0, 1), "fraction of mentions that are given "
                                           "memories of their entity in the later steps", "tome")
-    sharpen: float = setting(1.0, (0.01, 100), "factor by which stage tome multiplies the memory "
-                             "layers' queries before its last step", "tome")
+    sharpen: float = setting(1.0, (0.01, 100), "factor by which stage tome multiplies TOME-1's "
+                             "queries before its last step", "tome")
     cloze_weight: float = setting(0.3, (0, 100), "weight of each cloze loss", "finetune")
     # As in pre-training. (The paper fine-tunes with 32 processes; 32 each would make only 1,024.)
     k_finetune: int = setting(4096, (1, 10**6), "--k-answer in fine-tuning, which learns only from "
@@ -313,9 +313,10 @@ class TOMEStage:
         self.eval_mentions = sample_eval_mentions(run, run.settings.eval_mentions)
 
     def next_batch(self, step):
-        """The batch of a step. Before the last step, the memory layers' queries are multiplied by
-        `sharpen`: training works better with soft attention, prediction with sharp attention."""
-        if step == self.plan.steps - 1:
+        """The batch of a step. Before the last step, TOME-1's queries are multiplied by `sharpen`:
+        training works better with soft attention, prediction with sharp attention. (TOME-2 would
+        then learn two facts a little less well in fine-tuning.)"""
+        if step == self.plan.steps - 1 and self.plan.blocks == 1:
             for name, parameter in self.model.named_parameters():
                 if ".memory_attention.query." in name:
                     parameter.data *= self.run.settings.sharpen
