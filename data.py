@@ -676,7 +676,7 @@ TEXT_PRESETS = {        # the parts of train.py's presets that `data.py check` a
     "mini": {"passage_length": 96, "max_length": 256, "vocab": 8000},
     "base": {"passage_length": 128, "max_length": 512, "vocab": 30522},
 }
-FORMAT = 28             # version of the files in a run folder; other versions are refused
+FORMAT = 29             # version of the files in a run folder; other versions are refused
 
 class UserError(Exception):
     """An error that the user can correct. Its message is a sentence for a person."""

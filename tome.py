@@ -101,18 +101,20 @@ class BatchTOME(nn.Module):
         H, _ = self.tome(tokens, attention_mask)
         return self.key(H, row, start, end), self.value(H, row, start, end)
 
-    def forward(self, batch, own_values=False, is_used=None):
+    def forward(self, batch, attends_to="batch memory", is_used=None):
         """(H0, H without memory, H with memory, what each block retrieved). H is (B, T, hidden). If
         is_used (B, T) is given, H (but not H0) is zero where it is false.
 
         The memory contains the linked mentions that are not masked, encoded in the masked text by
         the pass without a memory. (The encoding of a masked mention lacks its name. The public code
-        keeps masked mentions; the paper does not mention this case.) If own_values is true,
-        OwnValues takes the place of this memory."""
+        keeps masked mentions; the paper does not mention this case.) If attends_to is "own values",
+        OwnValues takes the place of this memory. If it is "nothing", H with memory is H without."""
         tome, mask = self.tome, batch.attention_mask
         H0 = tome.forward_initial(batch.tokens, mask)           # the same in both passes
         alone, _ = tome.forward_blocks(H0, mask, is_used=is_used)
-        if own_values:
+        if attends_to == "nothing":
+            return H0, alone, alone, []
+        if attends_to == "own values":
             with torch.no_grad():               # saves time; self.value still gets a gradient
                 unmasked, _ = tome(batch.unmasked, mask, is_used=is_used)
             attended = OwnValues(self.value(unmasked, batch.row, batch.start, batch.end))

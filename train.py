@@ -92,7 +92,9 @@ class Settings:
     # batch-tome and its fit, masking, learning rates, linking, teacher forcing, the end of stage
     # tome, and clozes.
     memory_from: float = setting(0.0, (0, 0.99), "initial fraction of batch-tome's steps in which "
-                                 "mentions get their own values; then fit_retrieval runs")
+                                 "nothing is retrieved; then fit_retrieval runs")
+    own_values_from: float = setting(0.0, (0, 1), "initial fraction of the steps before the fit in "
+                                     "which mentions are not even given their own values")
     fit_passages: int = setting(4000, (1, 10**6), "number of passages for fit_retrieval")
     all_of_entity: int = setting(0, (0, 1), "1: mask all mentions of a masked entity in a passage, "
                                  "so that its name cannot be copied")
@@ -214,6 +216,7 @@ class BatchTOMEStage:
     toy and mini train in three parts. Preset base, with a million steps, has only the third.
     1. Own values: the coreference loss trains the encodings at the markers to identify the entity.
        Each mention gets its own value (OwnValues), so MLM teaches the layers above to read values.
+       (Own values cost time, so preset mini leaves them out in the first 40% of this part.)
     2. The fit: fit_retrieval sets keys, queries and eq. 10's z, so that similar mentions are found.
     3. Retrieval: mentions attend to mentions in other passages of the batch, as in the paper."""
     def __init__(self, run, plan):
@@ -258,7 +261,11 @@ class BatchTOMEStage:
         mention, H0 can only encode what its passage says about the entity. This identifies the
         entity, because related passages say the same."""
         model, before_fit = self.model, step < self.fit_step
-        H0, alone, H, _ = model(batch, before_fit, batch.is_used)
+        attends_to = "batch memory"
+        if before_fit:
+            is_early = step < self.run.settings.own_values_from * self.fit_step
+            attends_to = "nothing" if is_early else "own values"
+        H0, alone, H, _ = model(batch, attends_to, batch.is_used)
         entity = torch.where(self.is_frequent[batch.entity], batch.entity, 0)
         outputs = [H0, alone] if before_fit else [H]
         coref = [coreference_loss(model.coref(output, batch.row, batch.start, batch.end), entity,
@@ -973,11 +980,11 @@ PRESETS = {
         hidden=128, n_heads=8, intermediate=512, max_positions=256, n_initial=3, n_upper=2,
         key_dim=128, value_dim=256, coref_dim=64, dropout=0.0, k=256, k_shard=256, k_answer=256,
         k_answer_shard=256, k_finetune=256, cluster=64, mention_rate=0.5, all_of_entity=1,
-        token_rate=0.07, coref_weight=0.5, memory_from=0.95, fit_passages=1000, memory_fraction=1.0,
-        memory_dtype="float32", entity_weight=0.3, linking_weight=0.3, teacher_forcing_until=0.29,
-        teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25, log_every=200, save_every=100,
-        eval_mentions=100, schedule={
-            "batch-tome": Schedule(500, 6e-4, 50, 64), "tome": Schedule(450, 8e-4, 20, 64),
+        token_rate=0.07, coref_weight=0.5, memory_from=0.95, own_values_from=0.4, fit_passages=1000,
+        memory_fraction=1.0, memory_dtype="float32", entity_weight=0.3, linking_weight=0.3,
+        teacher_forcing_until=0.35, teacher_forcing_rate=0.5, beta2=0.98, lower_lr_scale=0.25,
+        log_every=200, save_every=100, eval_mentions=100, schedule={
+            "batch-tome": Schedule(410, 6e-4, 50, 64), "tome": Schedule(380, 8e-4, 20, 64),
             "claims": Schedule(600, 2e-4, 60, 32), "qa": Schedule(600, 2e-4, 60, 32)}),
     "toy": data.TEXT_PRESETS["toy"] | dict(
         hidden=96, n_heads=6, intermediate=192, max_positions=128, n_initial=3, n_upper=1,

@@ -99,18 +99,23 @@ def test_the_fit_whitens_keys_and_regresses_queries_onto_their_own_keys():
         expected *= 20 / (expected * keys).sum(1).mean()
         np.testing.assert_allclose(layer.linear(spans[name]).double().numpy(), expected, atol=1e-3 * np.abs(expected).max())
 
-def test_in_reading_practice_a_mention_gets_its_own_value_from_the_unmasked_text():
+@pytest.mark.parametrize("attends_to", ["own values", "nothing"])
+def test_before_the_fit_a_mention_gets_its_own_value_from_the_unmasked_text_or_nothing(attends_to):
     torch.manual_seed(3)
     model = BatchTOME(TOME(replace(TINY, n_blocks=1, max_positions=40))).eval()
     batch = read_batch(0)
-    _, _, H, (found,) = model(batch, own_values=True)
+    _, _, H, found = model(batch, attends_to)
     unmasked, _ = model.tome(batch.unmasked, batch.attention_mask)
-    spans = batch.row, batch.start, batch.end
-    torch.testing.assert_close(found.value, model.value(unmasked.detach(), *spans))
+    values = model.value(unmasked.detach(), batch.row, batch.start, batch.end)
+    if attends_to == "own values":
+        torch.testing.assert_close(found[0].value, values)
+    else:
+        assert found == []
     layer = model.tome.blocks[0].memory_attention
     H0 = model.tome.forward_initial(batch.tokens, batch.attention_mask).clone()
     for m, (row, start) in enumerate(zip(batch.row.tolist(), batch.start.tolist())):
-        H0[row, start] = H0[row, start] + layer.up(found.value[m])
+        if attends_to == "own values":
+            H0[row, start] = H0[row, start] + layer.up(values[m])
     expected = model.tome.blocks[0].transformer(layer.norm(H0), batch.attention_mask)
     torch.testing.assert_close(H, expected, atol=1e-5, rtol=1e-5)
 

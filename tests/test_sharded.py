@@ -128,18 +128,19 @@ def test_every_stage_has_the_loss_and_the_gradients_of_one_process(alone, severa
     assert any(float(grad.abs().max()) > 1e-3 for grad in one["grads"].values())
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*STAGES, "TOME-2", "own values", "teacher forcing"])
+@pytest.mark.parametrize("kind", [*STAGES, "TOME-2", "own values", "nothing", "teacher forcing"])
 def test_losses_and_gradients_need_the_last_layer_only_where_is_used_is_true(folder, kind, monkeypatch):
     def changed(out, read_run=train.read_run):
         run = read_run(out, 2 if kind == "TOME-2" else 1)
         run.settings.teacher_forcing_rate = 0.5 if kind == "teacher forcing" else 0.0
+        run.settings.own_values_from = float(kind == "nothing")
         return run
 
     monkeypatch.setitem(train.PRESETS, "toy", TINY)
     monkeypatch.setattr(train, "read_run", changed)
-    if kind == "own values":
+    if kind in ("own values", "nothing"):
         monkeypatch.setattr(train, "first_memory_step", lambda settings, steps: 1)
-    stage = {"own values": "batch-tome", "teacher forcing": "tome", "TOME-2": "tome"}.get(kind, kind)
+    stage = {"own values": "batch-tome", "nothing": "batch-tome", "teacher forcing": "tome", "TOME-2": "tome"}.get(kind, kind)
     ours = first_step(folder, stage, [])
     monkeypatch.setattr(data.Batch, "is_used", None)                # now every position is computed
     everywhere = first_step(folder, stage, [])
